@@ -114,7 +114,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, run_here, tmp_path):
+def test_a_mistake_gets_one_message_that_says_how_to_fix_it(mistake, run_here, tmp_path):
     arguments, expected = MISTAKES[mistake]
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
@@ -131,7 +131,7 @@ def test_gin_is_refused_where_nothing_reads_it(run_here):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_standard_output_is_told(unbuffered, tmp_path):
+def test_a_full_standard_output_is_reported(unbuffered, tmp_path):
     (tmp_path / "qrels").write_text("q 0 d 1\n")
     (tmp_path / "run").write_text("q Q0 d 1 9.5 x\n")
     command = [sys.executable, "-m", "t5x", "rank-eval", "--qrels=qrels", "run"]

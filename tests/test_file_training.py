@@ -175,7 +175,7 @@ def test_a_native_checkpoint_and_a_hugging_face_one_are_understood(files, tmp_pa
     assert not Path("run").exists(), "a dry run writes nothing"
 
 
-def test_a_vocabulary_is_told_by_its_name():
+def test_a_vocabulary_is_recognised_by_its_name():
     assert vocabulary_named("bytes").load() == data.ByteVocabulary()
     with pytest.raises(UserError, match=r"--vocabulary words\.txt"):
         vocabulary_named("words.txt")

@@ -25,10 +25,10 @@ class EncodedInput(NamedTuple):
     query_is_cut: bool
 
 
-class Inputs:
+class InputEncoder:
     """Encodes queries and documents with a template.
 
-        Inputs(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
+        InputEncoder(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
 
     An input that fits is tokenised as a whole, as Hugging Face's tokenizers do. Otherwise the text around the documents
     is kept, and the documents share the remaining room; a short document leaves its unused share to the other.
@@ -68,12 +68,12 @@ class Inputs:
         """Raise a UserError if a query is empty or too long."""
         self._around(query)
 
-    def _around_documents(self, query: str) -> "_Around":
+    def _around_documents(self, query: str) -> "_QueryPieces":
         if not query.strip():
             raise UserError("The query is empty.")
         pieces = self._pieces(query)
         if self._fits(pieces, self.template.max_length):
-            return _Around(query, pieces)
+            return _QueryPieces(query, pieces)
         length = sum(map(len, pieces)) + len(self._end)
         if self._long_query == "error":
             raise UserError(
@@ -90,7 +90,7 @@ class Inputs:
             raise UserError(
                 f"--max_length {self.template.max_length} is too short for the template {self.template.text!r}."
             )
-        return _Around(cut, self._pieces(cut))
+        return _QueryPieces(cut, self._pieces(cut))
 
     def _pieces(self, query: str) -> list[list[int]]:
         """Return the ids before, between and after the documents, separators included."""
@@ -107,7 +107,7 @@ class Inputs:
         return sum(map(len, pieces)) + len(self._end) + len(self.template.DOCUMENTS) <= limit
 
 
-class _Around(NamedTuple):
+class _QueryPieces(NamedTuple):
     """A query, truncated if needed, and the ids around its documents."""
 
     query: str

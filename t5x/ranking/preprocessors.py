@@ -12,7 +12,7 @@ from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import derive_seed
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.ranking.input_encoding import Inputs
+from t5x.ranking.input_encoding import InputEncoder
 from t5x.ranking.judgments import Passage, field_names
 from t5x.ranking.record_lines import find_text
 from t5x.ranking.templates import Template, label_id
@@ -124,8 +124,8 @@ def _pairs_of_triple(example: Example, fields: Mapping[str, str]) -> tuple[Examp
 
 
 @functools.lru_cache(maxsize=16)
-def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> Inputs:
-    return Inputs(vocabulary, dataclasses.replace(template, max_length=limit))
+def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> InputEncoder:
+    return InputEncoder(vocabulary, dataclasses.replace(template, max_length=limit))
 
 
 def _draw(items: Sequence[Any], count: int, seed: int) -> list[Any]:

@@ -37,7 +37,7 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-class Unit(NamedTuple):
+class RankingUnit(NamedTuple):
     """Passages of a query.
 
     Attributes:
@@ -81,13 +81,13 @@ class _RankedWork:
         self._top = top
         self._text = text
 
-    def units(self, start: int, stop: int) -> Iterator[Unit]:
+    def units(self, start: int, stop: int) -> Iterator[RankingUnit]:
         for query in list(self.before)[start:stop]:
             scores = self.before[query]
             unscored = ranked(scores)[self._top or len(scores) :]
             excluded = {*unscored}
             first = [doc for doc in scores if doc not in excluded]
-            yield Unit(query, self.queries[query], first, [self._text(query, doc) for doc in first], unscored)
+            yield RankingUnit(query, self.queries[query], first, [self._text(query, doc) for doc in first], unscored)
 
 
 class RunWork(_RankedWork):
@@ -219,13 +219,13 @@ class PairWork:
         self.num_queries = len(self.query_ids) if self._has_ids[0] else self._numbered
         self.digest = digest.hexdigest()
 
-    def units(self, start: int, stop: int) -> Iterator[Unit]:
+    def units(self, start: int, stop: int) -> Iterator[RankingUnit]:
         return itertools.islice(self._units(self._pairs()), start, stop)
 
-    def _units(self, pairs: Iterator[_Pair]) -> Iterator[Unit]:
+    def _units(self, pairs: Iterator[_Pair]) -> Iterator[RankingUnit]:
         if not self._by_query:
             for _, query_id, query, doc_id, text in pairs:
-                yield Unit(query_id, query, [doc_id], [text], [])
+                yield RankingUnit(query_id, query, [doc_id], [text], [])
             return
         seen: set[str] = set()
         for query_id, of_query in itertools.groupby(pairs, key=lambda pair: pair.query_id):
@@ -245,7 +245,7 @@ class PairWork:
                     )
                 passages[doc_id] = pair.text
             seen.add(query_id)
-            yield Unit(query_id, pair.query, [*passages], [*passages.values()], [])
+            yield RankingUnit(query_id, pair.query, [*passages], [*passages.values()], [])
 
     def _check_pairs(self, check: Callable[[str, str], None]) -> Iterator[_Pair]:
         """Yield the pairs. Check that an id belongs to one query, and count duplicates among adjacent pairs."""

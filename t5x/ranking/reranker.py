@@ -12,13 +12,13 @@ from t5x.errors import UserError, shorten
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
 from t5x.inference.options import check_arguments
 from t5x.ranking.checkpoint_templates import template_of, with_changes
-from t5x.ranking.input_encoding import Inputs
+from t5x.ranking.input_encoding import InputEncoder
 from t5x.ranking.templates import PairTemplate, Template, label_ids
 
 log = logging.getLogger(__name__)
 
 
-class Ranked(NamedTuple):
+class RankedPassage(NamedTuple):
     """A scored passage.
 
     Attributes:
@@ -36,7 +36,7 @@ class Ranked(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class PassageWindows:
     """MaxP: a passage is scored by its best window. Windows overlap and consist of words separated by white space.
 
     Attributes:
@@ -56,7 +56,7 @@ class Windows:
 
     def of(self, text: str) -> list[str]:
         """
-        >>> Windows(3, 2).of("a b c d e f"), Windows(3, 2).of("a  b")
+        >>> PassageWindows(3, 2).of("a b c d e f"), PassageWindows(3, 2).of("a  b")
         (['a b c', 'c d e', 'e f'], ['a  b'])
         """
         words = text.split()
@@ -92,7 +92,7 @@ class Reranker:
       template: a `Template`, the name of a preset, or a template text; None uses the checkpoint's.
       labels: two words, "true,false", instead of the template's.
       max_length: tokens per input, instead of the template's.
-      long_query: see `Inputs`.
+      long_query: see `InputEncoder`.
       windows: score long passages by their best window.
       pairwise: score two documents at a time, as duoT5 does.
 
@@ -110,7 +110,7 @@ class Reranker:
         max_length: int | None = None,
         batch_size: int = BATCH_SIZE,
         long_query: str = "error",
-        windows: Windows | None = None,
+        windows: PassageWindows | None = None,
         pairwise: bool = False,
     ):
         if isinstance(template, Template):
@@ -132,15 +132,15 @@ class Reranker:
         self.batch_size = batch_size
         self.windows = windows
         self.labels = label_ids(loaded.model.output_vocabulary, self.template)
-        self.inputs = Inputs(loaded.model.input_vocabulary, self.template, long_query)
+        self.inputs = InputEncoder(loaded.model.input_vocabulary, self.template, long_query)
 
     def __str__(self) -> str:
         words = (self.template.relevant, self.template.irrelevant)
         labels = " against ".join(f"{word} ({i})" for word, i in zip(words, self.labels, strict=False))
         return f"{self.template.text!r}, {labels}, {self.template.max_length} tokens: {self.why}"
 
-    def rank(self, pairs: Sequence[tuple[str, str]]) -> list[Ranked]:
-        """Return a `Ranked` for each (query, passage) or, pairwise, (query, passage, passage)."""
+    def rank(self, pairs: Sequence[tuple[str, str]]) -> list[RankedPassage]:
+        """Return a `RankedPassage` for each (query, passage) or, pairwise, (query, passage, passage)."""
         pairs, count = list(pairs), 1 + len(self.template.DOCUMENTS)
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
@@ -151,7 +151,7 @@ class Reranker:
         logits = self.logits(encoded)
         check_finite(logits, lambda i: f"Query {shorten(pairs[i][0])}, passage {shorten(pairs[i][1])}")
         return [
-            Ranked(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
+            RankedPassage(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
             for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
         ]
 
@@ -196,7 +196,7 @@ class Reranker:
 class RankMethods(LoadedModel):
     """The methods of a `LoadedModel` that rank passages."""
 
-    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
+    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> list[RankedPassage]:
         """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
             passages = ["Quark is a cheese.", "A quark is a particle."]
@@ -208,8 +208,8 @@ class RankMethods(LoadedModel):
           options: options of `Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
 
         Returns:
-          A `Ranked` for each passage, best first, with `index` (its position in `passages`), `doc_id`, `score` and
-          the logits. Equal scores keep the given order.
+          A `RankedPassage` for each passage, best first, with `index` (its position in `passages`), `doc_id`, `score`
+          and the logits. Equal scores keep the given order.
         """
         if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
             raise UserError("rank takes a string as its query, and a list of passages: strings, or (doc_id, text).")
@@ -218,7 +218,7 @@ class RankMethods(LoadedModel):
         results = [result._replace(doc_id=doc_id) for result, (doc_id, _) in zip(results, named, strict=True)]
         return sorted(results, key=lambda result: -result.score)
 
-    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
+    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[RankedPassage]:
         """Score (query, passage) pairs of many queries, which are batched together; returned in the given order."""
         check_arguments("rank", options, list(inspect.signature(Reranker).parameters)[1:])
         reranker = Reranker(self, **options)

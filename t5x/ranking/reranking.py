@@ -16,7 +16,7 @@ from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation
-from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork, Work
 from t5x.ranking.reranker import EncodedPairs, Reranker, check_finite, log_truncated, scores
 from t5x.ranking.trec_files import FORMATS, ranking_lines, read_qrels
 
@@ -177,7 +177,7 @@ def rerank(
 class _Chunk(NamedTuple):
     """Units that are computed together, and their inputs."""
 
-    units: list[Unit]
+    units: list[RankingUnit]
     encoded: EncodedPairs
 
 
@@ -225,13 +225,13 @@ class _Reranking(Job):
         units = _group(self.work.units(first, self.units.stop), size, self.inputs_of)
         return list(finished), _prefetch(map(self._encode, units))
 
-    def inputs_of(self, unit: Unit) -> int:
+    def inputs_of(self, unit: RankingUnit) -> int:
         """Return the number of inputs of a unit: its windows and comparisons."""
         windows = self.ranker.windows
         more = 0 if windows is None else sum(len(windows.of(text)) - 1 for text in unit.texts)
         return self._comparisons(len(unit.doc_ids)) + more
 
-    def _encode(self, units: list[Unit]) -> _Chunk:
+    def _encode(self, units: list[RankingUnit]) -> _Chunk:
         return _Chunk(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
 
     def compute(self, chunk: _Chunk, progress: JobProgress) -> tuple[list[bytes], Record]:
@@ -260,10 +260,10 @@ class _Reranking(Job):
         return lines, record
 
     def _compare(
-        self, second: Reranker, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress
+        self, second: Reranker, units: Sequence[RankingUnit], scores_of: list[dict[str, float]], progress: JobProgress
     ) -> EncodedPairs:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self.second_top] for of_unit in of_units]
+        first = [ranked(of_unit)[: self.second_top] for of_unit in scores_of]
         pairs = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
@@ -273,7 +273,7 @@ class _Reranking(Job):
         won = wins(logits, [len(chosen) for chosen in first])
         names = [(unit.query_id, doc) for unit, chosen in zip(units, first, strict=True) for doc in chosen]
         _check_finite(names, np.concatenate(won)[:, None])
-        for of_unit, chosen, of_chosen in zip(of_units, first, won, strict=True):
+        for of_unit, chosen, of_chosen in zip(scores_of, first, won, strict=True):
             others = (score for doc, score in of_unit.items() if doc not in set(chosen))
             above = max([0.0, *others])
             of_unit.update({doc: above + float(score) for doc, score in zip(chosen, of_chosen, strict=True)})
@@ -303,7 +303,9 @@ def _check_finite(names: Sequence[tuple[str, str]], values: np.ndarray) -> None:
     check_finite(values, lambda i: f"Query {names[i][0]!r}, document {names[i][1]!r}")
 
 
-def _group(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> Iterator[list[Unit]]:
+def _group(
+    units: Iterator[RankingUnit], size: int, inputs_of: Callable[[RankingUnit], int]
+) -> Iterator[list[RankingUnit]]:
     """Group units until they have `size` inputs."""
     group, count = [], 0
     for unit in units:

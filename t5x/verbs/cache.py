@@ -59,7 +59,7 @@ def cache_tasks(
     """
     from t5x.data import cache_writer
     from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
-    from t5x.verbs.text_page import Page
+    from t5x.verbs.text_page import TextPage
 
     task_or_mixture = get_mixture_or_task(name)
     for split in splits or ():
@@ -84,6 +84,6 @@ def cache_tasks(
                 logger.warning("skipped %d bad example(s) of task %s, split %s", cache.bad, task.name, split)
             numbers = (f"{cache.examples:,}", f"{cache.tokens:,}", f"{cache.bytes:,}", f"{cache.seconds:.1f}")
             rows.append((f"{task.name} {split}", *numbers))
-    Page(width=200).table(("task split", "examples", "tokens", "bytes", "seconds"), rows)
+    TextPage(width=200).table(("task split", "examples", "tokens", "bytes", "seconds"), rows)
     if output_dir is not None:
         logger.info("To use it, set T5X_TASK_CACHES=%s", output_dir)

@@ -41,7 +41,7 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from t5x.data.tasks import get_mixture_or_task
     from t5x.verbs.data_report import DataReport
-    from t5x.verbs.text_page import Page
+    from t5x.verbs.text_page import TextPage
 
     options = passed_options(args, FileReport)
     if (args.name is None) == ("data" not in options):
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     is_terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((80, 24)).columns, 120) if is_terminal else 80
-    page = Page(width, bold=is_terminal and "NO_COLOR" not in os.environ)
+    page = TextPage(width, bold=is_terminal and "NO_COLOR" not in os.environ)
     DataReport(page, task, split=args.split, lengths=lengths, pack=args.pack, seed=args.seed).write(args.n)
 
 

@@ -19,7 +19,7 @@ from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.verbs.text_page import Page
+from t5x.verbs.text_page import TextPage
 
 _T5_LENGTHS = {"inputs": 512, "targets": 114}  # for tasks that need lengths
 _SEGMENTS = "123456789abcdefghijklmnopqrstuvwxyz"
@@ -43,7 +43,7 @@ class DataReport:
 
     def __init__(
         self,
-        page: Page,
+        page: TextPage,
         task: Task | Mixture,
         *,
         split: str = "train",

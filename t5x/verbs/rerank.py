@@ -91,12 +91,12 @@ def run(args: argparse.Namespace) -> None:
     options = given_options(args, (*JOB_OPTIONS, *SHARD_OPTIONS, "vocabulary", "dtype", "qrels"))
     options |= passed_options(args, TemplateOptions, PairwiseOptions, MeasureOptions)
     with job_process(args):
-        from t5x.ranking.reranker import Windows
+        from t5x.ranking.reranker import PassageWindows
         from t5x.ranking.reranking import RerankInput, rerank
 
         if args.max_p:
-            sizes = passed_options(args, WindowOptions)
-            options["windows"] = Windows(**{name.replace("window", "size"): value for name, value in sizes.items()})
+            sizes = {"size": args.window, "stride": args.stride}
+            options["windows"] = PassageWindows(**{name: value for name, value in sizes.items() if value is not None})
         inputs = RerankInput(
             run=args.run, collection=args.collection, topics=args.topics, candidates=args.candidates, pairs=args.input,
             top=args.top, skip_unknown=args.skip_unknown,

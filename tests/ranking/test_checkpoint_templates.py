@@ -63,7 +63,7 @@ def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fiel
     assert str(tmp_path) in str(error.value)
 
 
-def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
+def test_pairwise_and_pointwise_rankers_are_distinguished(tmp_path):
     (tmp_path / "duot5-base-msmarco").mkdir()
     (tmp_path / "monot5-base-msmarco").mkdir()
     assert template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
