@@ -11,13 +11,12 @@ if os.path.basename(sys.argv[0]) in ("t5x", "-m"):
 import contextlib
 import errno
 import gc
-import importlib
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
-from t5x import __version__
+from t5x._runtime.version import PACKAGE, __version__
 from t5x.errors import UserError, did_you_mean
-from t5x.verbs import VERBS
+from t5x.verbs import VERBS, import_verb
 from t5x.verbs.interrupts import EXIT_CODES, Terminated, leave_at_once
 
 USAGE = """\
@@ -50,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         verb, argv = argv[1], [argv[1], "--help"]
     if verb in (None, "-h", "--help", "help"):
         with contextlib.suppress(BrokenPipeError):
-            print(USAGE.format(verbs="\n".join(f"  {name:12}{what}" for name, what in VERBS.items())), flush=True)
+            verbs = "\n".join(f"  {name:12}{summary}" for name, (_, summary) in VERBS.items())
+            print(USAGE.format(verbs=verbs), flush=True)
         sys.exit(0)
     if verb == "--version":
         print(f"t5x {__version__}")
@@ -64,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def main_of(verb: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a verb as `python -m t5x.train` or `python t5x/train.py` do, and exit."""
-    package = os.path.dirname(os.path.abspath(__file__))
     # For a script, Python puts the package's directory first on the path, where our modules shadow other packages.
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != PACKAGE]
     _search_working_directory_last()
     sys.exit(run_verb(verb, sys.argv[1:] if argv is None else argv, _end))
 
@@ -77,9 +76,9 @@ def _search_working_directory_last() -> None:
     The directory is on the path if PYTHONPATH has an empty or relative entry, as `PYTHONPATH=$PYTHONPATH:lib` often
     does. An absolute entry is what the user wants.
     """
-    wanted = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     here = os.getcwd()
-    if here not in wanted:
+    if here not in python_path:
         last = [entry for entry in sys.path if os.path.abspath(entry or ".") == here]
         sys.path[:] = [entry for entry in sys.path if entry not in last] + last
 
@@ -96,7 +95,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     from t5x import configuration, startup
     from t5x.verbs.verb_parser import parser_of
 
-    module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
+    module = import_verb(verb)
     parser = parser_of(verb)
     end_of_options = argv.index("--") if verb == "launch" and "--" in argv else len(argv)
     argv, command = argv[:end_of_options], list(argv[end_of_options + 1 :])

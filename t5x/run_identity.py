@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from t5x._runtime.version import PACKAGE, __version__
 from t5x.files.digests import digest_of
 
 # Options of one process or machine. The number of processes is compared when they join. Of gin files, the resulting
@@ -80,8 +81,6 @@ def _describe_software() -> dict[str, str]:
     """
     import jax
 
-    from t5x import __version__
-
     major, minor = sys.version_info[:2]
     software = {"Python": f"{major}.{minor}", "t5x": f"{__version__} {_code_of_t5x()}"}
     for package in _PACKAGES:
@@ -96,12 +95,11 @@ def _describe_software() -> dict[str, str]:
 
 
 def _code_of_t5x() -> str:
-    root = os.path.dirname(os.path.abspath(__file__))
     total = hashlib.sha256()
-    for directory, directories, names in os.walk(root):
+    for directory, directories, names in os.walk(PACKAGE):
         directories.sort()
         for path in (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py")):
-            total.update(f"{os.path.relpath(path, root)} {digest_of(path)['sha256']}\n".encode())
+            total.update(f"{os.path.relpath(path, PACKAGE)} {digest_of(path)['sha256']}\n".encode())
     return total.hexdigest()[:16]
 
 

@@ -37,20 +37,20 @@ class _Finder:
     Attributes:
       directories: where to look, in this order.
       named: top-level modules that the user asks for.
-      found: modules found in the directories: named ones, and those that they import.
+      loaded: modules found in the directories: named ones, and those that they import.
     """
 
     def __init__(self):
         self.directories: list[str] = []
         self.named: set[str] = set()
-        self.found: set[str] = set()
+        self.loaded: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if path is not None or not (name in self.named | self.found or _importing_package() in self.found):
+        if path is not None or not (name in self.named | self.loaded or _importing_package() in self.loaded):
             return None
         spec = PathFinder.find_spec(name, self.directories)
         if spec is not None:
-            self.found.add(name)
+            self.loaded.add(name)
         return spec
 
     def allow(self, directories: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ def install_hint(module: str | None) -> str:
 
 def trust(module: str) -> None:
     """Let a module that was loaded from a file import others from the users' directories."""
-    _finder.found.add(module)
+    _finder.loaded.add(module)
 
 
 def directories() -> Sequence[str]:
@@ -115,12 +115,12 @@ def directories() -> Sequence[str]:
 
 def snapshot() -> tuple[list[str], list[str]]:
     """Return the state with which `restore` finds the same modules in another process."""
-    return list(_finder.directories), sorted(_finder.found)
+    return list(_finder.directories), sorted(_finder.loaded)
 
 
 def restore(state: tuple[list[str], list[str]]) -> None:
     """Find the same modules as the process that took the `snapshot`."""
-    places, found = state
-    _finder.found.update(found)
-    if places:
-        _finder.allow(places)
+    paths, modules = state
+    _finder.loaded.update(modules)
+    if paths:
+        _finder.allow(paths)

@@ -1,6 +1,6 @@
 """Configuration with gin files and `--gin.NAME=VALUE` arguments.
 
-    rest, bindings = split_gin_args(sys.argv[1:])
+    argv, bindings = split_gin_args(sys.argv[1:])
     parse(gin_files=["t5x/configs/runs/finetune.gin"], bindings=bindings, entry_points={"train": train})
     check(train)           # reports everything that is missing in one ConfigurationError
     configured(train)()    # runs with the bound arguments

@@ -93,12 +93,12 @@ def bindings() -> Iterator[tuple[Key, Any]]:
 
 def bound(selector: str, scope: tuple[str, ...]) -> dict[str, tuple[Any, Key]]:
     """Return the parameters bound for a call in `scope`: name -> (value, key)."""
-    found: dict[str, tuple[Any, Key]] = {}
+    parameters: dict[str, tuple[Any, Key]] = {}
     for depth in range(len(scope) + 1):
-        at = "/".join(scope[:depth])
-        values = config._CONFIG.get((at, selector), {})
-        found.update({name: (value, (at, selector, name)) for name, value in values.items()})
-    return found
+        outer = "/".join(scope[:depth])
+        values = config._CONFIG.get((outer, selector), {})
+        parameters.update({name: (value, (outer, selector, name)) for name, value in values.items()})
+    return parameters
 
 
 def macro_value(name: str) -> tuple[Any, Key] | None:

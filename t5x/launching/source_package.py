@@ -5,7 +5,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import t5x
+from t5x._runtime.version import PACKAGE
 from t5x.errors import UserError
 from t5x.launching.accelerators import Accelerators
 
@@ -30,7 +30,7 @@ def add_package_arguments(parser: Any) -> None:
 def find_package(args: Any, devices: Accelerators) -> tuple[Path | None, str]:
     """Return the directory of the source to copy, if any, and the requirement to install."""
     extras = args.extras or ("tpu,gcs" if devices.tpu else "gpu,gcs")
-    package = args.package or str(Path(t5x.__file__).parents[1])
+    package = args.package or os.path.dirname(PACKAGE)
     if os.path.isdir(package):
         if not os.path.exists(os.path.join(package, "pyproject.toml")):
             raise UserError(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5x import configuration, gin_utils, startup
+from t5x._runtime.version import PACKAGE
 from t5x.data.data_description import DataDescription, field_names
 from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.sources import BadExample
@@ -130,7 +131,7 @@ write_down = write_configuration  # its name in config.gin files of earlier vers
 
 def _from_scratch(options: FileTraining) -> tuple[str, list[str], NamedVocabulary]:
     """Return the gin file of a new model, its bindings and its vocabulary."""
-    directory = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples", "t5")
+    directory = os.path.join(PACKAGE, "examples", "t5")
     families = sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(f"{directory}/*/base.gin"))
     if options.family not in families:
         raise UserError(f"--family {options.family} does not exist. Choose one of {', '.join(families)}.")
@@ -186,8 +187,8 @@ def _vocabulary_of(source: "Source") -> NamedVocabulary:
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files.")
     if source.format == "t5x":
         return NamedVocabulary("load_vocabulary", {"directory": os.path.join(source.path, "vocabulary", "inputs")})
-    described = json.loads(source.vocabulary_files["inputs"]["vocabulary.json"])  # written by our reader
-    arguments = {name: value for name, value in described.items() if value not in (None, {})}
+    description = json.loads(source.vocabulary_files["inputs"]["vocabulary.json"])  # written by our reader
+    arguments = {name: value for name, value in description.items() if value not in (None, {})}
     function = arguments.pop("class")
     if function == "SentencePieceVocabulary":
         arguments["sentencepiece_model_file"] = os.path.join(source.path, "spiece.model")

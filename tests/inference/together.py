@@ -18,7 +18,7 @@ from t5x.infer import infer
 from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
-from t5x.ranking.reranking import Given, rerank
+from t5x.ranking.reranking import RerankInput, rerank
 from t5x.verbs.eval_from_files import evaluate_file
 from t5x.verbs.file_options import FileEvaluation
 
@@ -47,8 +47,8 @@ def work(directory: Path, output: Path) -> None:
         summarize_config_fn=None,
     )
     rerank(
-        model_dir, Given(pairs=str(directory / "passages.tsv")), str(output / "run.trec"), template="{query}{document}",
-        labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
+        model_dir, RerankInput(pairs=str(directory / "passages.tsv")), str(output / "run.trec"),
+        template="{query}{document}", labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
     )  # fmt: skip
     answer_file(
         model_dir, str(directory / "questions.jsonl"), str(output / "answers.jsonl"), max_length=6, max_input_length=32,
