@@ -31,10 +31,10 @@ from etils import epath
 from t5x.checkpoints import ocdbt
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, check_expansion, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, Malformed, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.checkpoints.ocdbt import Place
+from t5x.checkpoints.ocdbt import ByteRange
 from t5x.files.remote import is_remote
 from t5x.files.remote_errors import access_error
 from t5x.files.system_errors import first_line, tensorstore_status
@@ -213,16 +213,16 @@ class _ChunkedArray:
     directory: epath.PathLike
     prefix: str
     metadata: zarr_arrays.Metadata
-    values: Mapping[str, bytes | Place]
+    values: Mapping[str, bytes | ByteRange]
 
     @property
     def leaf(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.metadata.shape, self.metadata.dtype)
 
-    def place(self) -> Place:
+    def place(self) -> ByteRange:
         """Return the array's approximate position, to read neighbouring arrays together."""
         value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.metadata.shape)))
-        return value if isinstance(value, Place) else Place("", 0, 0)
+        return value if isinstance(value, ByteRange) else ByteRange("", 0, 0)
 
     def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
         """Return a function that fills the shards. Each chunk is read once, however many shards overlap it."""
@@ -249,15 +249,15 @@ class _ChunkedArray:
         value, size = self.values.get(key), self.metadata.chunk_bytes
         if value is None:
             raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
-        found = value.size if isinstance(value, Place) else len(value)
+        found = value.size if isinstance(value, ByteRange) else len(value)
         if found != size:
             raise DamagedCheckpoint(self.directory, f"the chunk {key} has {found} bytes instead of {size}")
         destination, _ = wanted[0]
         whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
-        if isinstance(value, Place) and whole and destination.flags.c_contiguous:
+        if isinstance(value, ByteRange) and whole and destination.flags.c_contiguous:
             files.read_into(value, destination.reshape(-1).view(np.uint8))
             return
-        content = files.read(value) if isinstance(value, Place) else np.frombuffer(value, np.uint8)
+        content = files.read(value) if isinstance(value, ByteRange) else np.frombuffer(value, np.uint8)
         chunk = content.view(self.metadata.dtype).reshape(self.metadata.chunks)
         for destination, elements in wanted:
             destination[...] = chunk[elements]
@@ -273,8 +273,8 @@ class _TensorStoreArray:
     def leaf(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype.numpy_dtype)
 
-    def place(self) -> Place:
-        return Place("", 0, 0)
+    def place(self) -> ByteRange:
+        return ByteRange("", 0, 0)
 
     def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
         """Start to read; return a function that waits and fills the shards."""
@@ -308,9 +308,9 @@ def _open_arrays(
     with _Files(directory) as files:
         for name, prefix in prefixes.items():
             value = values.get(prefix + zarr_arrays.METADATA_FILE)
-            if isinstance(value, Place):
+            if isinstance(value, ByteRange):
                 value = files.read(value._replace(size=min(value.size, zarr_arrays.MAX_METADATA_BYTES + 1))).tobytes()
-            with contextlib.suppress(zarr_arrays.Malformed):
+            with contextlib.suppress(Malformed):
                 metadata = None if value is None else zarr_arrays.parse_metadata(value)
                 if metadata is not None and metadata.codec is None and metadata.order == "C":
                     found[name] = _ChunkedArray(directory, prefix, metadata, values)
@@ -336,13 +336,13 @@ class _Files(contextlib.ExitStack):
         self._directory = directory
         self._opened: dict[str, tuple[int, int]] = {}  # descriptor and size
 
-    def read(self, place: Place) -> np.ndarray:
+    def read(self, place: ByteRange) -> np.ndarray:
         """Return the bytes at a place as a uint8 array."""
         content = np.empty(place.size, np.uint8)
         self.read_into(place, content)
         return content
 
-    def read_into(self, place: Place, memory: np.ndarray) -> None:
+    def read_into(self, place: ByteRange, memory: np.ndarray) -> None:
         """Fill `memory`, a uint8 array of the place's size."""
         try:
             if place.path not in self._opened:
