@@ -82,7 +82,7 @@ class AssignmentMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class RestoreRules:
     """How a checkpoint may be adapted to the model; see `RestoreCheckpointConfig` for the fields.
 
     Attributes:

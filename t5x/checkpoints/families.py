@@ -108,10 +108,10 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     from t5x.checkpoints.formats.huggingface import tensor_names
 
     if not is_decoder_only(config):
-        return {parameter.name: parameter for parameter in tensor_names.parameters(config)}
+        return {parameter.name: parameter for parameter in tensor_names.t5_parameters(config)}
     towers = {**config, "num_encoder_layers": 0, "num_decoder_layers": config["num_layers"]}
     found = {}
-    for parameter in tensor_names.parameters(towers):
+    for parameter in tensor_names.t5_parameters(towers):
         name = parameter.name.replace("target/token_embedder/", "target/decoder/token_embedder/")
         if name.startswith("target/decoder/") and not re.search("/(encoder_decoder|pre_cross)_attention", name):
             found[name] = dataclasses.replace(parameter, name=name)

@@ -14,6 +14,7 @@ from etils import epath
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
+from t5x.configuration.names import moved
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
@@ -24,7 +25,7 @@ from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 
 GIN_FILE = "config.gin"
 
-_CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
+_RESUME_FIELDS = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
@@ -158,7 +159,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     stored, here = read_description(path), describe(model)
     rows = []
     if same_classes:
-        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
+        rows += _differences("", *({name: d.get(name) for name in _RESUME_FIELDS} for d in (stored, here)))
     rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
     included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
@@ -215,7 +216,7 @@ def _differences(prefix: str, stored: Mapping[str, Any], here: Mapping[str, Any]
 
 
 def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return moved(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _as_json(value: Any) -> Any:

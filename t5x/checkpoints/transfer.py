@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from t5x.checkpoints import families, layout, tree
-from t5x.checkpoints.assignment import SLOTS, Rules
+from t5x.checkpoints.assignment import SLOTS, RestoreRules
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.errors import ArgumentError, UserError
 from t5x.network.config import FIXED_IN_T5X
@@ -51,7 +51,7 @@ def config_of(source: Source) -> dict[str, Any]:
 
 
 def restore(
-    source: Source, abstract: Tree, axes: Tree, *, rules: Rules | None = None, initial: Initial | None = None
+    source: Source, abstract: Tree, axes: Tree, *, rules: RestoreRules | None = None, initial: Initial | None = None
 ) -> Tree:
     """Read `abstract` from a checkpoint of any format, array by array, directly onto its devices.
 
@@ -78,8 +78,8 @@ class Fitting:
       step: the training step, after the rules are applied; None if there is none.
     """
 
-    def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: Rules | None = None):
-        self._source, self._rules = source, rules or Rules()
+    def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: RestoreRules | None = None):
+        self._source, self._rules = source, rules or RestoreRules()
         self._leaves = tree.flatten(abstract)
         flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)  # type: ignore[attr-defined]
         self._axes = dict(zip(self._leaves, flat_axes, strict=True))

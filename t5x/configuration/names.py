@@ -20,7 +20,7 @@ from t5x.configuration.state import Import, State, bindings
 from t5x.errors import UserError, did_you_mean
 
 _MISSING = object()
-_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin files of earlier versions
+_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin and model.json of earlier versions
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
@@ -107,6 +107,14 @@ def entry_point(fn: Callable[..., Any], state: State) -> str:
     selector = _selector_of(fn) or _register(fn, f"{_module_name(statement)}.{name}")
     state.sources.setdefault(selector, (statement, name))
     return selector
+
+
+def moved(name: str) -> str:
+    """Return today's name of a module, class or function that an earlier version wrote to a file."""
+    for old, new in _MOVED_MODULES.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 def configurable(selector: str) -> config.Configurable:
@@ -206,7 +214,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in rest:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = user_modules.import_module(_MOVED_MODULES.get(statement.module, statement.module))
+            module = user_modules.import_module(moved(statement.module))
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error

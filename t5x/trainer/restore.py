@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from t5x import checkpoints
 from t5x.checkpoints import names, transfer, tree
-from t5x.checkpoints.assignment import Rules
+from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
@@ -284,7 +284,7 @@ def restore_params(
       cfg: rules and dtype; None restores exactly the model's parameters.
       rng: seed of the initial values of parameters that the rules exclude; None is 0.
     """
-    rules = Rules() if cfg is None else cfg.rules
+    rules = RestoreRules() if cfg is None else cfg.rules
     _check_same(source, model, rules)
     abstract = {"target": layout.abstract.params}
     if cfg is not None and cfg.dtype is not None:
@@ -304,7 +304,7 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     else:
         if not functions:
             log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
-        rules = Rules(state_transformation_fns=functions, is_resuming=True)
+        rules = RestoreRules(state_transformation_fns=functions, is_resuming=True)
         tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
     return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
@@ -316,7 +316,7 @@ def _same_names(found: Iterable[str], abstract: Any) -> bool:
     return {name for name in found if tree.section(name) in sections} == wanted.keys()
 
 
-def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:
+def _check_same(source: Source, model: BaseTransformerModel, rules: RestoreRules) -> None:
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":

@@ -13,6 +13,7 @@ from etils import epath
 from t5x.checkpoints import array_reader, array_writer, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.source import KEPT_FILES, Source
+from t5x.configuration.names import moved
 from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
 
@@ -59,7 +60,7 @@ def read_vocabulary_files(path: epath.PathLike) -> dict[str, dict[str, bytes]]:
 
 
 def read_description(path: epath.PathLike) -> dict[str, Any]:
-    """Read model.json: `model`, `network` (class names), `config` and optional fields; see `describe`."""
+    """Read model.json: `model`, `network` (today's names of classes), `config` and optional fields; see `describe`."""
     try:
         description = parse_json(manifest.read_file(path, MODEL_FILE))
         if not isinstance(description, dict):
@@ -74,7 +75,7 @@ def read_description(path: epath.PathLike) -> dict[str, Any]:
             raise ValueError(f"its param_scan_axis is {str(axis)[:80]!r}, which is neither 0 nor 1")
     except ValueError as error:
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
-    return description
+    return description | {field: moved(description[field]) for field in ("model", "network")}
 
 
 def write_own_checkpoint(

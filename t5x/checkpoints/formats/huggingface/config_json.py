@@ -50,7 +50,7 @@ _NEUTRAL = {"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, 
 _NOT_KEPT = (
     "auto_map", "dense_act_fn", "dtype", "is_gated_act", "scale_decoder_outputs", "torch_dtype", "transformers_version",
 )  # fmt: skip
-_CLASSES = {
+SUPPORTED_MODEL_TYPES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",
     "umt5": "UMT5ForConditionalGeneration",
@@ -80,10 +80,10 @@ def read_own_field(stated: Mapping[str, Any], name: str, path: str) -> Mapping[s
 def model_type(stated: Mapping[str, Any], path: str) -> str:
     """Return `t5`, `mt5` or `umt5`; the default is `t5`."""
     kind = stated.get("model_type", "t5")
-    if not isinstance(kind, str) or kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in SUPPORTED_MODEL_TYPES:
         raise UserError(
-            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(_CLASSES)}). T5, T5 1.1, Flan-T5, "
-            "ByT5, mT5 and umT5 can be read."
+            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(SUPPORTED_MODEL_TYPES)}). "
+            "T5, T5 1.1, Flan-T5, ByT5, mT5 and umT5 can be read."
         )
     return kind
 
@@ -225,7 +225,7 @@ def write_config(
         kind = "t5"
     return {
         **kept,
-        "architectures": [_CLASSES[kind]],
+        "architectures": [SUPPORTED_MODEL_TYPES[kind]],
         "model_type": kind,
         **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
         "feed_forward_proj": _feed_forward(tuple(config["mlp_activations"])),

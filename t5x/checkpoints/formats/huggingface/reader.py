@@ -184,7 +184,7 @@ def _match(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
     """Return the arrays of the model; raise a UserError unless `tensors` are exactly its parameters."""
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
         raise UserError(f"{path}/{_CONFIG} states more layers than there are tensors: it belongs to another model.")
-    parameters = {parameter.tensor: parameter for parameter in names.parameters(config)}
+    parameters = {parameter.tensor: parameter for parameter in names.t5_parameters(config)}
     expected = {name: Tensor(path, name, "", parameter.tensor_shape) for name, parameter in parameters.items()}
     if table := tree.difference_by_name(expected, {name[:200]: tensor for name, tensor in tensors.items()}):
         hint = "" if any(name.startswith("decoder.block.") for name in tensors) else "\nIs this an encoder alone?"

@@ -11,7 +11,7 @@ from etils import epath
 
 from t5x.checkpoints import paths, save_errors, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
-from t5x.checkpoints.formats.huggingface.tensor_names import parameters as list_parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 
@@ -78,7 +78,7 @@ def write_huggingface(
 
 def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """Return the tensors by Hugging Face's names, in the order of `arrays`; raise a UserError unless all match."""
-    parameters = {parameter.name: parameter for parameter in list_parameters(config)}
+    parameters = {parameter.name: parameter for parameter in t5_parameters(config)}
     found = {name: array for name, array in arrays.items() if name.startswith("target/")}
     if table := tree.difference_by_name(parameters, found):
         raise UserError(
