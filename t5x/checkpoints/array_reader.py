@@ -76,29 +76,29 @@ class StoredArrays:
             files_bytes = sum(entry.size for entry in open_files(directory).list().values())
             check_expansion(directory, self.shapes.values(), files_bytes)
 
-    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Read the wanted arrays, and no others.
+    def read(self, requested: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Read the requested arrays, and no others.
 
         Args:
-          wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
+          requested: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
             shard; one without becomes a NumPy array. A dtype other than the stored one casts.
         """
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in requested.values())
         memory = _Memory(min(size, _BLOCK_BYTES))
-        result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
+        result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in requested.items() if 0 in leaf.shape}
         reading: collections.deque[tuple[dict[str, _ArrayMemory], Future[None]]] = collections.deque()
         ahead = 0  # bytes of the batches in flight
         threads = _REMOTE_BATCHES if is_remote(self._directory) else min(8, os.cpu_count() or 1)
         with _read_errors(self._directory), ThreadPoolExecutor(threads, thread_name_prefix="t5x-read") as pool:
-            for names in self._batches([name for name in wanted if name not in result]):
-                batch = {name: _ArrayMemory(wanted[name], memory) for name in names}
+            for names in self._batches([name for name in requested if name not in result]):
+                batch = {name: _ArrayMemory(requested[name], memory) for name in names}
                 reading.append((batch, pool.submit(self._fill, batch)))
                 ahead += sum(array.nbytes for array in batch.values())
                 while ahead > _READ_AHEAD_BYTES:
                     ahead -= self._finish(reading, result)
             while reading:
                 self._finish(reading, result)
-        return {name: result[name] for name in wanted}
+        return {name: result[name] for name in requested}
 
     def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
         with _Files(self._directory) as files:
@@ -242,24 +242,24 @@ class _ChunkedArray:
                 within: tuple[slice | EllipsisType, ...] = (*of_shard, ...)
                 key = self.prefix + self.metadata.chunk_name(index)
                 uses.setdefault(key, []).append((shard[within], tuple(of_chunk)))
-        for key, wanted in uses.items():
-            self._read_chunk(key, wanted, files)
+        for key, destinations in uses.items():
+            self._read_chunk(key, destinations, files)
 
-    def _read_chunk(self, key: str, wanted: list[tuple[np.ndarray, tuple[slice, ...]]], files: "_Files") -> None:
+    def _read_chunk(self, key: str, destinations: list[tuple[np.ndarray, tuple[slice, ...]]], files: "_Files") -> None:
         value, size = self.values.get(key), self.metadata.chunk_bytes
         if value is None:
             raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
-        found = value.size if isinstance(value, ByteRange) else len(value)
-        if found != size:
-            raise DamagedCheckpoint(self.directory, f"the chunk {key} has {found} bytes instead of {size}")
-        destination, _ = wanted[0]
-        whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
+        actual = value.size if isinstance(value, ByteRange) else len(value)
+        if actual != size:
+            raise DamagedCheckpoint(self.directory, f"the chunk {key} has {actual} bytes instead of {size}")
+        destination, _ = destinations[0]
+        whole = len(destinations) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
         if isinstance(value, ByteRange) and whole and destination.flags.c_contiguous:
             files.read_into(value, destination.reshape(-1).view(np.uint8))
             return
         content = files.read(value) if isinstance(value, ByteRange) else np.frombuffer(value, np.uint8)
         chunk = content.view(self.metadata.dtype).reshape(self.metadata.chunks)
-        for destination, elements in wanted:
+        for destination, elements in destinations:
             destination[...] = chunk[elements]
 
 
@@ -304,7 +304,7 @@ def _open_arrays(
     except (AttributeError, KeyError, TypeError) as error:  # a TensorStore version with another output
         log.debug("The positions of the chunks of %s are unknown: %r", directory, error)
         values = {}
-    found: dict[str, _ChunkedArray | _TensorStoreArray] = {}
+    opened: dict[str, _ChunkedArray | _TensorStoreArray] = {}
     with _Files(directory) as files:
         for name, prefix in prefixes.items():
             value = values.get(prefix + zarr_arrays.METADATA_FILE)
@@ -313,14 +313,14 @@ def _open_arrays(
             with contextlib.suppress(Malformed):
                 metadata = None if value is None else zarr_arrays.parse_metadata(value)
                 if metadata is not None and metadata.codec is None and metadata.order == "C":
-                    found[name] = _ChunkedArray(directory, prefix, metadata, values)
-    if others := {name: prefix for name, prefix in prefixes.items() if name not in found}:
+                    opened[name] = _ChunkedArray(directory, prefix, metadata, values)
+    if others := {name: prefix for name, prefix in prefixes.items() if name not in opened}:
         log.warning(
             "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
             "several times as long.", len(others), len(prefixes), directory,
         )  # fmt: skip
-        found |= _open_with_tensorstore(directory, others)
-    return found
+        opened |= _open_with_tensorstore(directory, others)
+    return opened
 
 
 def _open_with_tensorstore(directory: epath.PathLike, prefixes: Mapping[str, str]) -> dict[str, _TensorStoreArray]:

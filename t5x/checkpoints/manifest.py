@@ -82,8 +82,8 @@ def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord]
     entries = {name: entry for name, entry in files.list().items() if name not in (paths.PINNED, paths.UNFINISHED)}
     for name, record in hashed.items():
         if name not in entries or entries[name].size != record.size:
-            found = "is missing" if name not in entries else f"has {entries[name].size} bytes instead of {record.size}"
-            raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
+            size = f"has {entries[name].size} bytes instead of {record.size}" if name in entries else "is missing"
+            raise OSError(errno.ENOENT, f"{name} {size}", os.fspath(directory))
     others = {name: entry for name, entry in entries.items() if name not in hashed}
     manifest = Manifest(step, {**hash_files(directory, others), **hashed})
     files.write(paths.MANIFEST, manifest.to_bytes())
@@ -154,10 +154,10 @@ class Verification:
     def finish(self) -> None:
         """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
         try:
-            found = self._found.result()
+            hashes = self._found.result()
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
-        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
+        changed = [name for name in self._to_hash if hashes[name] != self._manifest.files[name]]
         problems = self._problems + [f"{name} has changed" for name in changed]
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""

@@ -127,8 +127,8 @@ def _build_network(
     config_cls: type[TransformerConfig | T5Config]
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
-    given = config if dtype is None else {**config, "dtype": dtype}
-    network_config = config_cls(**{k: v for k, v in given.items() if k in known})
+    fields = config if dtype is None else {**config, "dtype": dtype}
+    network_config = config_cls(**{k: v for k, v in fields.items() if k in known})
     if isinstance(network_config, T5Config):
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
         return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)
@@ -167,7 +167,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
-        table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
+        table = "\n".join(f"  {name:<{width}}  checkpoint {saved}, this run {current}" for name, saved, current in rows)
         fix = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
         raise UserError(
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"

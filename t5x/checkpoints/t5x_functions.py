@@ -111,8 +111,8 @@ def find_checkpoint(path: str, step: int | None = None) -> str:
 
 def populate_metrics_for_steps(checkpoints_dir: str, metric_name: str, steps: Collection[int]) -> dict[int, float]:
     """Return {step: value} of a metric such as `training_eval/<task>/accuracy`, for those of the steps that have it."""
-    found = Ranking(BestRule(metric_name), checkpoints_dir).values() or {}
-    return {step: value for step, value in found.items() if step in set(steps)}
+    values = Ranking(BestRule(metric_name), checkpoints_dir).values() or {}
+    return {step: value for step, value in values.items() if step in set(steps)}
 
 
 def get_local_data(x: Any) -> Any:

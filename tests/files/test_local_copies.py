@@ -245,7 +245,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
         "from t5x.data import TextLineDataSource\n"
         f"print(TextLineDataSource({{'train': {str(path)!r}}}).num_examples('train'))"
     )
-    lock = local_copies._plan(str(path)).entry.lock
+    lock = local_copies._resolve(str(path)).entry.lock
     cache_directory.make("data")
     with locks.locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)

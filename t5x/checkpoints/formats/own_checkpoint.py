@@ -51,12 +51,12 @@ def read_vocabulary_files(path: epath.PathLike) -> dict[str, dict[str, bytes]]:
 
     Only files that the manifest lists are read: others in the same directory may be links to anywhere.
     """
-    found: dict[str, dict[str, bytes]] = {}
+    vocabularies: dict[str, dict[str, bytes]] = {}
     for name in manifest.read(path).files:
         match name.split("/"):
             case ["vocabulary", feature, file]:
-                found.setdefault(feature, {})[file] = manifest.read_file(path, name)
-    return found
+                vocabularies.setdefault(feature, {})[file] = manifest.read_file(path, name)
+    return vocabularies
 
 
 def read_description(path: epath.PathLike) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 def read_own_field(stated: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any] | None:
     """Return one of our own fields, a JSON object; None if it is missing."""
-    found = stated.get(name) or None
-    if found is not None and not isinstance(found, Mapping):
-        raise UserError(f"{path}: {name} is {str(found)[:80]!r}, which is not a JSON object.")
-    return found
+    value = stated.get(name) or None
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"{path}: {name} is {str(value)[:80]!r}, which is not a JSON object.")
+    return value
 
 
 def model_type(stated: Mapping[str, Any], path: str) -> str:
@@ -109,7 +109,7 @@ def read_config(stated: Mapping[str, Any], path: str, generation: Mapping[str, A
     rate = stated.get("dropout_rate", 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
-    config: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
+    config: dict[str, Any] = {t5x_name: sizes[hf_name] for hf_name, t5x_name in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
         "dropout_rate": float(rate),
         PER_LAYER_BIAS: kind == "umt5",
@@ -227,7 +227,7 @@ def write_config(
         **kept,
         "architectures": [SUPPORTED_MODEL_TYPES[kind]],
         "model_type": kind,
-        **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
+        **{hf_name: int(config[t5x_name]) for hf_name, t5x_name in _SIZES.items()},
         "feed_forward_proj": _feed_forward(tuple(config["mlp_activations"])),
         "dropout_rate": float(config.get("dropout_rate", 0.1)),
         "tie_word_embeddings": tied,
@@ -254,7 +254,7 @@ def write_generation(config: Mapping[str, Any], eos_id: int | None) -> dict[str,
 
 
 def _feed_forward(activations: tuple[str, ...]) -> str:
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    names = {t5x_name: hf_name for hf_name, t5x_name in reversed(_ACTIVATIONS.items())}
     match activations:
         case ("gelu", "linear"):
             return "gated-gelu"

@@ -109,13 +109,13 @@ def _read_sharded_headers(path: str) -> dict[str, Tensor]:
             )
         if not os.path.exists(f"{path}/{shard}"):
             raise UserError(f"{path} is incomplete: {shard}, which {_INDEX} names, is missing. Download that file.")
-        found = read_header(f"{path}/{shard}")
-        if differing := sorted(found.keys() ^ {tensor for tensor, place in shards.items() if place == shard}):
+        header = read_header(f"{path}/{shard}")
+        if differing := sorted(header.keys() ^ {tensor for tensor, place in shards.items() if place == shard}):
             raise UserError(
                 f"{path}: {shard} and {_INDEX} do not belong together; they differ in {_list(differing)}. Download "
                 "both again."
             )
-        tensors |= found
+        tensors |= header
     return tensors
 
 
