@@ -29,12 +29,12 @@ import tensorstore as ts
 from etils import epath
 
 from t5x.checkpoints import ocdbt
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, Malformed, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import ByteRange
+from t5x.checkpoints.paths import open_files
 from t5x.files.remote import is_remote
 from t5x.files.remote_errors import access_error
 from t5x.files.system_errors import first_line, tensorstore_status

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from t5x import checkpoints
 from t5x.checkpoints import names, transfer, tree
 from t5x.checkpoints.assignment import RestoreRules
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
+from t5x.checkpoints.paths import open_files
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -69,7 +69,7 @@ class Run:
 
     @classmethod
     def of(cls, path: Any) -> "Run":
-        if not open_files(path).has(RUN_FILE):
+        if not open_files(path).exists(RUN_FILE):
             raise UserError(
                 f"{path} was converted, not written by a run: it cannot be resumed. Use it as the initial checkpoint "
                 "(utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
@@ -320,7 +320,7 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: RestoreRules
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
-            if open_files(source.path).has(MODEL_FILE):  # a user's Checkpointer does not write it
+            if open_files(source.path).exists(MODEL_FILE):  # a user's Checkpointer does not write it
                 check_same_model(source.path, model, same_classes=False)
         elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
             raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
@@ -348,7 +348,7 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
 
 def _position(source: Source) -> dict[str, Any] | None:
     """Return the data position of a run's checkpoint; None at the beginning."""
-    if source.format != "t5x" or not open_files(source.path).has(DATA_FILE):
+    if source.format != "t5x" or not open_files(source.path).exists(DATA_FILE):
         raise UserError(
             f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "
             "to read the data from its beginning."

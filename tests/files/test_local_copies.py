@@ -74,7 +74,7 @@ def test_a_compressed_file_is_decompressed_once(tmp_path, cache, caplog, monkeyp
     said = caplog.text
     assert f"{path}: copying" in said and f"to {cache}" in said and human_size(len(CONTENT)) in said
 
-    monkeypatch.setattr(local_copies._Plan, "make", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(local_copies._CopiedFile, "make", lambda *_: pytest.fail("it is there already"))
     assert texts(TextLineDataSource({"train": path})) == LINES
 
 
