@@ -119,7 +119,7 @@ def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
     rng = np.random.default_rng(0)
     arrays = {
         p.name: LazyArray(p.shape, np.dtype(np.float32), lambda p=p: rng.standard_normal(p.shape, np.float32))
-        for p in tensor_names.parameters(config)
+        for p in tensor_names.t5_parameters(config)
     }
     write_huggingface(path, config, arrays)
 

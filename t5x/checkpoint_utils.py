@@ -10,7 +10,7 @@ from typing import Any
 
 from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 
 log = logging.getLogger(__name__)
 

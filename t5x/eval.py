@@ -25,7 +25,7 @@ from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import TemporaryError, UserError
 from t5x.files import user_files
-from t5x.files.directories import make_directory
+from t5x.files.directory import make_directory
 from t5x.files.mirror import local_files
 from t5x.files.remote import is_remote
 from t5x.metrics import translation

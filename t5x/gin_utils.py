@@ -10,7 +10,7 @@ import gin
 from t5x import configuration
 from t5x.configuration import rewrite_gin_args
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 
 
 def parse_gin_flags(

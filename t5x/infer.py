@@ -16,7 +16,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, check_split, get_subtasks
 from t5x.errors import UserError
-from t5x.files.directories import make_directory
+from t5x.files.directory import make_directory
 from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job

@@ -17,7 +17,7 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError, check_at_least
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost

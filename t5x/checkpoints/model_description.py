@@ -14,7 +14,6 @@ from etils import epath
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
-from t5x.configuration.names import current_name
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
@@ -25,7 +24,7 @@ from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 
 GIN_FILE = "config.gin"
 
-_CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
+_RESUME_FIELDS = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
@@ -90,7 +89,7 @@ def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel
     Args:
       dtype: dtype of the activations; None uses that of the run which wrote the checkpoint.
     """
-    network = current_name(read_description(source.path)["network"])
+    network = read_description(source.path)["network"]
     if network not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
             f"{source.path} has a network of class {network[:200]}, which cannot be rebuilt from its description. Pass "
@@ -127,8 +126,8 @@ def _build_network(
     config_cls: type[TransformerConfig | T5Config]
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
-    given = config if dtype is None else {**config, "dtype": dtype}
-    network_config = config_cls(**{k: v for k, v in given.items() if k in known})
+    fields = config if dtype is None else {**config, "dtype": dtype}
+    network_config = config_cls(**{k: v for k, v in fields.items() if k in known})
     if isinstance(network_config, T5Config):
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
         return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)
@@ -157,10 +156,9 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
       same_classes: also require the same Python classes of model and network, as for resuming a run.
     """
     stored, here = read_description(path), describe(model)
-    stored |= {name: current_name(stored[name]) for name in ("model", "network") if name in stored}
     rows = []
     if same_classes:
-        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
+        rows += _differences("", *({name: d.get(name) for name in _RESUME_FIELDS} for d in (stored, here)))
     rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
     included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
@@ -168,7 +166,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
-        table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
+        table = "\n".join(f"  {name:<{width}}  checkpoint {saved}, this run {current}" for name, saved, current in rows)
         fix = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
         raise UserError(
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"

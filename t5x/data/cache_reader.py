@@ -33,8 +33,8 @@ from t5x.data.feature_spec import CacheableTask
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
 from t5x.files import cache_directory, local_copies, user_files
-from t5x.files.directories import Directory, open_directory
-from t5x.files.directories import split as split_path
+from t5x.files.directory import Directory, open_directory
+from t5x.files.directory import split as split_path
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.telemetry import copy_progress

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.files.remote import is_remote
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from t5x.errors import UserError, shorten
 from t5x.files.digests import Digest, digest_of
-from t5x.files.directories import LOCK_FILE, Directory, open_directory, split
+from t5x.files.directory import Directory, open_directory, split
+from t5x.files.local import LOCK_FILE
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)

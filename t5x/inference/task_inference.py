@@ -17,7 +17,7 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, read_json, refuse_foreign
 from t5x.inference.engine import Engine
 from t5x.inference.jobs import JobProgress, Record, ResumableJob

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.inference.chunks import merge
 from t5x.inference.generation import without_padding
 from t5x.telemetry import jsonl

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from t5x import checkpoints
 from t5x.checkpoints import names, transfer, tree
-from t5x.checkpoints.assignment import Rules
-from t5x.checkpoints.checkpoint_files import open_files
+from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
+from t5x.checkpoints.paths import open_files
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -69,7 +69,7 @@ class RunState:
 
     @classmethod
     def of(cls, path: Any) -> "RunState":
-        if not open_files(path).has(RUN_FILE):
+        if not open_files(path).exists(RUN_FILE):
             raise UserError(
                 f"{path} was converted, not written by a run: it cannot be resumed. Use it as the initial checkpoint "
                 "(utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
@@ -284,7 +284,7 @@ def restore_params(
       cfg: rules and dtype; None restores exactly the model's parameters.
       rng: seed of the initial values of parameters that the rules exclude; None is 0.
     """
-    rules = Rules() if cfg is None else cfg.rules
+    rules = RestoreRules() if cfg is None else cfg.rules
     _check_same(source, model, rules)
     abstract = {"target": layout.abstract.params}
     if cfg is not None and cfg.dtype is not None:
@@ -304,7 +304,7 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     else:
         if not functions:
             log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
-        rules = Rules(state_transformation_fns=functions, is_resuming=True)
+        rules = RestoreRules(state_transformation_fns=functions, is_resuming=True)
         tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
     return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
@@ -316,11 +316,11 @@ def _same_names(stored: Iterable[str], abstract: Any) -> bool:
     return {name for name in stored if tree.section(name) in sections} == expected.keys()
 
 
-def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:
+def _check_same(source: Source, model: BaseTransformerModel, rules: RestoreRules) -> None:
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
-            if open_files(source.path).has(MODEL_FILE):  # a user's Checkpointer does not write it
+            if open_files(source.path).exists(MODEL_FILE):  # a user's Checkpointer does not write it
                 check_same_model(source.path, model, same_classes=False)
         elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
             raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
@@ -351,7 +351,7 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
 
 def _position(source: Source) -> dict[str, Any] | None:
     """Return the data position of a run's checkpoint; None at the beginning."""
-    if source.format != "t5x" or not open_files(source.path).has(DATA_FILE):
+    if source.format != "t5x" or not open_files(source.path).exists(DATA_FILE):
         raise UserError(
             f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "
             "to read the data from its beginning."

@@ -15,7 +15,7 @@ from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.eval import evaluate, wait_for_checkpoint
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.user_files import absolute_path
 from t5x.inference.loaded import open_model
 from t5x.inference.options import Decoding

@@ -277,7 +277,7 @@ def _next_steps(options: FileTraining, task: Task, step: int) -> str:
 
 def _results(model_dir: str, step: int) -> list[str]:
     """Return the metrics of the last evaluation, read from the files of the run."""
-    from t5x.files.directories import open_directory
+    from t5x.files.directory import open_directory
     from t5x.telemetry.metric_writer import METRICS_FILE
 
     def last(*path: str) -> dict[str, Any]:

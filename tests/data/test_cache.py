@@ -15,7 +15,7 @@ from t5x.data.pipeline import count_cacheable
 from t5x.data.preprocessor_kinds import ConcatenateAndSplit, composite
 from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.verbs.cache import cache_tasks
 from tests import commands
 from tests.data.conftest import byte_features
