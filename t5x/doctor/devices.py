@@ -13,8 +13,9 @@ from t5x.bench.measures import matmul_flops, processor
 from t5x.doctor.device_files import GPU_FILES, TPU_FILES, device_files, holders
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.files.disk_space import human_size
-from t5x.network import attention, attention_choice, default_dtype
-from t5x.partitioning.devices import platform
+from t5x.kernels.attention_inputs import Mask
+from t5x.kernels.ops import ops
+from t5x.network import attend, default_dtype
 from t5x.partitioning.memory import host_memory
 from t5x.telemetry.devices import TERA, chip_of
 
@@ -150,21 +151,21 @@ def attention_findings() -> Iterator[Finding]:
     query, key, value = (
         jax.random.normal(jax.random.key(seed), (2, 128, 4, 64)).astype(dtype) for seed in range(3)
     )  # fmt: skip
-    mask = attention.Mask()
-    fastest = attention_choice.fastest(query, key, mask)
-    expected = attention.attend_xla(
+    mask = Mask()
+    fastest = ops().fastest(query, key, mask)
+    expected = ops().attend_xla(
         query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32), mask, None
     )
-    for name in (fastest, "pallas") if platform() == "tpu" else (fastest,):
-        made = attention.attend(query, key, value, mask=mask, backend=name).astype(jnp.float32)
+    for name in (fastest, "pallas") if ops().hardware.platform == "tpu" else (fastest,):
+        made = attend(query, key, value, mask=mask, backend=name).astype(jnp.float32)
         distance = float(jnp.linalg.norm(made - expected) / jnp.linalg.norm(expected))
         if distance > 0.02:
             yield error(
                 f"Attention ({name}, {dtype}) differs from the reference by {100 * distance:.2g} %.",
                 "Set network.T5Config.attention_backend = 'xla', and report it.",
             )
-        elif platform() == "gpu" and name == "xla":
-            reason = attention_choice.pallas_refuses(query, key, mask)
+        elif ops().hardware.platform == "gpu" and name == "xla":
+            reason = ops().refuses("pallas", query, key, mask)
             yield warning(
                 f"Attention is not fused, which is several times slower: {reason}.",
                 "Use bfloat16 on an NVIDIA GPU with compute capability 8.0 or higher.",

@@ -22,7 +22,7 @@ from t5x.inference.engine import MANY_ROWS
 from t5x.inference.loaded import Generation, Ids, LoadedModel
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import Reranker
 from t5x.serving.batching import Batcher, Job
@@ -174,7 +174,7 @@ class BatchedModel(LoadedModel):
             row_values={name: [job.values[name] for job in jobs] for name in jobs[0].values},
         )
 
-    def _program_of(self, shape: Shape) -> Program:
+    def _program_of(self, shape: Shape) -> MaskingVariants:
         # The first of the dictionary is the one that was not used for longest.
         if (program := self._programs.pop(shape, None)) is None:
             decoded = MANY_ROWS if shape.decoding is None else self._row_count * shape.decoding.num_decodes

@@ -1,5 +1,6 @@
 """Every fault that `t5x doctor` knows, injected, and named with its fix."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import types
 import pytest
 
 from t5x.doctor import device_files, devices, network, software, storage
-from t5x.network import attention, attention_choice
+from t5x.kernels.ops import use
 from tests import commands
+from tests.kernels.simulated import InterpretedAttention
 from tests.programs import REPO
 
 
@@ -225,14 +227,21 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
     assert result.code == 1 and "ValueError: boom" in result.out and "Traceback" not in result.err
 
 
+class TpuOnCpu(InterpretedAttention):
+    """A TPU's kernel, interpreted, where JAX computes on a CPU."""
+
+    def __init__(self):
+        super().__init__("tpu")
+        self.hardware = dataclasses.replace(self.hardware, platform="tpu")
+
+
 def test_a_tpu_also_compares_the_kernel_that_must_be_requested(monkeypatch):
-    monkeypatch.setattr(devices, "platform", lambda: "tpu")
-    monkeypatch.setattr(attention_choice, "_gpu_refuses", lambda query, mask: None)  # interpreted, as there is no TPU
-    xla, ours = devices.attention_findings()
-    assert xla.status == ours.status == "ok"
-    assert xla.message.startswith("attention: XLA, within")
-    assert ours.message.startswith("attention: t5x's fused kernel on request, within")
-    wrong = lambda *args, **options: 1.1 * attention.attend_xla(*args, **options)
-    monkeypatch.setitem(attention.BACKENDS, "pallas", wrong)
-    _, ours = devices.attention_findings()
+    with use(TpuOnCpu()):
+        xla, ours = devices.attention_findings()
+        assert xla.status == ours.status == "ok"
+        assert xla.message.startswith("attention: XLA, within")
+        assert ours.message.startswith("attention: t5x's fused kernel on request, within")
+        wrong = lambda self, *args: 1.1 * self.attend_xla(*args)
+        monkeypatch.setattr(TpuOnCpu, "attend_pallas", wrong)
+        _, ours = devices.attention_findings()
     assert ours.status == "error" and "Attention (pallas, float32) differs from the reference by 10 %" in ours.message
