@@ -6,14 +6,23 @@ Platforms are told apart before shapes are compared: exports are traced on a CPU
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import Ops, Shaped, compiler_refuses, fused_matmul, has_compiler, kernel, shape_refuses
+from t5x.kernels.ops import (
+    Ops,
+    Shaped,
+    compiler_refuses,
+    fused_matmul,
+    has_compiler,
+    kernel,
+    shape_refuses,
+    stack_kernels,
+)
 from t5x.partitioning.logical import constrain, on_each_device, shards_of
 
 log = logging.getLogger(__name__)
@@ -31,38 +40,30 @@ class GpuOps(Ops):
     prefers_cudnn = True  # GPUs other than Hopper were not measured
 
     @property
-    def moves_row_offsets(self) -> bool:
+    def moves_row_offsets(self) -> bool:  # type: ignore[override]
         return self.hardware.is_nvidia
 
-    def matmuls(
-        self,
-        x: jax.Array,
-        kernels: Sequence[jax.Array],
-        dtype: Any = None,
-        *,
-        joined: bool = False,
-        prepared: Any = None,
-    ) -> Sequence[jax.Array] | jax.Array:
+    def matmuls(self, x, kernels, dtype=None, *, joined=False, prepared=None):
         if joined and len(kernels) > 1:
             return fused_matmul(x, self.prepare(kernels) if prepared is None else prepared, dtype, joined=True)
         if len(kernels) > 1 and x.size >= _MANY_ROWS * x.shape[-1]:
             return _separate_matmuls(x, kernels, dtype)
         return super().matmuls(x, kernels, dtype)
 
-    def prepare(self, kernels: Sequence[jax.Array]) -> Any:
-        return jnp.stack(kernels, axis=-2) if len(kernels) > 1 else None
+    def prepare(self, kernels):
+        return stack_kernels(kernels) if len(kernels) > 1 else None
 
-    def norm(self, x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float, *, branch: bool = False) -> Any:
+    def norm(self, x, scale, dtype, epsilon, *, branch=False):
         x, normed = super().norm(x, scale, dtype, epsilon, branch=True)
         if math.prod(x.shape[:-1]) >= _MANY_ROWS:
             normed = _barrier(normed)
         return [x, normed] if branch else normed
 
-    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def lookup(self, table, tokens):
         return _rows(table, tokens)
 
     # Our kernel was faster than cuDNN in every T5 attention measured on an H200 (docs/performance.md).
-    def fastest(self, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None) -> str:
+    def fastest(self, query, key, mask, softcap=None):
         if query.shape[1] == 1 or self._refuses_fused(query, mask):
             return "xla"
         is_refused = self.refuses("pallas", query, key, mask, softcap)
@@ -70,13 +71,11 @@ class GpuOps(Ops):
             return "cudnn"
         return "xla" if is_refused else "pallas"
 
-    def log_backend(self, name: str, query: Shaped, mask: Mask) -> None:
+    def log_backend(self, name, query, mask):
         if query.shape[1] > 1:
             _log_once(name, self._refuses_fused(query, mask))
 
-    def refuses(
-        self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None
-    ) -> str | None:
+    def refuses(self, backend, query, key, mask, softcap=None):
         if backend not in ("cudnn", "pallas"):
             return None
         if reason := self._refuses_fused(query, mask):
@@ -92,15 +91,7 @@ class GpuOps(Ops):
         capability = self.hardware.capability
         return f"the GPU has compute capability {capability} (fused attention needs 8.0)" if capability < 8.0 else None
 
-    def attend_cudnn(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: Mask,
-        bias: RelativeBias | None,
-        softcap: float | None = None,
-    ) -> jax.Array:
+    def attend_cudnn(self, query, key, value, mask, bias, softcap=None) -> jax.Array:
         """Compute cuDNN's fused attention, with the learned bias and its gradient; padding is passed as lengths."""
         del softcap  # refused
         q_length, k_length = query.shape[1], key.shape[1]
@@ -127,7 +118,7 @@ class GpuOps(Ops):
 class TritonOps(GpuOps):
     """NVIDIA GPUs from compute capability 8.0 on, which run Pallas kernels in Triton."""
 
-    def norm(self, x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float, *, branch: bool = False) -> Any:
+    def norm(self, x, scale, dtype, epsilon, *, branch=False):
         is_whole = x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1
         if is_whole and math.prod(x.shape[:-1]) >= _MANY_ROWS:
             norms = kernel("t5x.network.norm_kernels", "triton")
@@ -136,56 +127,39 @@ class TritonOps(GpuOps):
                 return both if branch else both[1]
         return super().norm(x, scale, dtype, epsilon, branch=branch)
 
-    def gate(
-        self,
-        parts: Sequence[jax.Array] | jax.Array,
-        activations: Sequence[str],
-        keep: Callable[[], jax.Array] | None = None,
-        dropout_rate: float = 0.0,
-    ) -> jax.Array:
+    def gate(self, parts, activations, keep=None, dropout_rate=0.0):
         if isinstance(parts, jax.Array) and parts.ndim == 4 and (rows := math.prod(parts.shape[:2])) >= _MANY_ROWS:
             elementwise = kernel("t5x.network.elementwise_kernels", "triton")
             if elementwise and elementwise.fits(rows, parts.shape[-1]):
-                compute = functools.partial(
-                    elementwise.gate, activations=activations, interpret=self.hardware.interpret
-                )
+                options = {"activations": activations, "interpret": self.hardware.interpret}
                 axes = [("batch", "length", None, "mlp"), ("batch", "length", "mlp")]
                 factors = None if keep is None else jnp.where(keep(), 1.0 / (1.0 - dropout_rate), 0.0)
-                return on_each_device(compute, axes, ("batch", "length", "mlp"), parts, factors)
+                compute = functools.partial(elementwise.gate, **options)
+                return on_each_device(compute, axes, axes[1], parts, factors)
         return super().gate(parts, activations, keep, dropout_rate)
 
-    def quantize(self, x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def quantize(self, x, scale, dtype):
         if self.hardware.count == 1:
             elementwise = kernel("t5x.network.elementwise_kernels", "triton")
             if elementwise and elementwise.fits(*x.shape):
                 return elementwise.quantize(x, scale, dtype, interpret=self.hardware.interpret)
         return super().quantize(x, scale, dtype)
 
-    def adafactor_kernels(self) -> Any:
+    def adafactor_kernels(self):
         return kernel("t5x.optimizers.adafactor_kernels", "triton") if self.hardware.count == 1 else None
 
-    def attend_cached(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
-    ) -> jax.Array:
+    def attend_cached(self, query, key, value, mask, bias):
         if mask.position is None and bias is None and (decode := self._decode_kernel(query.shape[1], query.dtype, key)):
             compute = functools.partial(decode.attend_step, interpret=self.hardware.interpret)
             axes = (_QUERIES, _CACHE, _CACHE, _ROW)
             return on_each_device(compute, axes, _QUERIES, query, key, value, mask.key_segments)
         return super().attend_cached(query, key, value, mask, bias)
 
-    def step_kernel(self, queries: int, dtype: Any, cache: jax.Array) -> Callable[..., list[jax.Array]] | None:
+    def step_kernel(self, queries, dtype, cache):
         decode = self._decode_kernel(queries, dtype, cache)
         return decode and functools.partial(self._extend_and_attend, decode)
 
-    def _extend_and_attend(
-        self,
-        decode: Any,
-        new: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: Mask,
-        bias: RelativeBias | None,
-    ) -> list[jax.Array]:
+    def _extend_and_attend(self, decode, new, key, value, mask: Mask, bias: RelativeBias | None) -> list[jax.Array]:
         assert mask.position is not None, "a decoding step has a position"
         row = None if bias is None else bias.row(mask.position, key.shape[2])[..., 0, :]
         is_shared = mask.position.ndim == 0
@@ -211,7 +185,7 @@ class HopperOps(TritonOps):
     prefers_cudnn = False
 
     @property
-    def flash_target(self) -> str:
+    def flash_target(self) -> str:  # type: ignore[override]
         return "hopper" if has_compiler("mosaic_gpu") else "triton"
 
 

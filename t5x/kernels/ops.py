@@ -97,23 +97,17 @@ class Ops:
     Attributes:
       default_dtype: of activations.
       joins_gates: inference should fuse the kernels of a gated MLP once, see `layers.join_kernels`.
+      moves_row_offsets: a beam search should move offsets of rows (`Mask.row_offsets`) instead of keys and values.
+      flash_target: what our fused attention is compiled for, see `flash_preparation.make_plan`.
     """
 
     default_dtype = "bfloat16"
     joins_gates = False
+    moves_row_offsets = False
+    flash_target = "triton"
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
-
-    @property
-    def moves_row_offsets(self) -> bool:
-        """Whether a beam search should move offsets of rows (`Mask.row_offsets`) instead of keys and values."""
-        return False
-
-    @property
-    def flash_target(self) -> str:
-        """What our fused attention is compiled for, see `flash_preparation.make_plan`."""
-        return "triton"
 
     # -- dense layers --------------------------------------------------------------------------------------------------
 
@@ -133,12 +127,10 @@ class Ops:
           joined: the result may also be one array [..., kernels, features].
           prepared: what `prepare` returned for these kernels in the same pass, if it was called.
         """
-        del joined, prepared
         return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in kernels]
 
     def prepare(self, kernels: Sequence[jax.Array]) -> Any:
         """Return the kernels as all steps of a decoding loop should read them; None: as they are."""
-        del kernels
         return None
 
     def prepared_matmuls(
@@ -196,7 +188,6 @@ class Ops:
         Args:
           condition: any boolean that is not known at compile time.
         """
-        del condition
         return jax.lax.optimization_barrier(arrays)
 
     def adafactor_kernels(self) -> Any:
@@ -207,7 +198,6 @@ class Ops:
 
     def fastest(self, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None) -> str:
         """Return the name of the fastest attention backend that is correct here."""
-        del query, key, mask, softcap
         return "xla"
 
     def log_backend(self, name: str, query: Shaped, mask: Mask) -> None:
@@ -217,21 +207,11 @@ class Ops:
         self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None
     ) -> str | None:
         """Return why a backend cannot compute this attention; None if it can."""
-        del query, key, mask, softcap
         return f"the device is {self.hardware.kind}, no NVIDIA GPU" if backend in ("cudnn", "pallas") else None
 
-    def attend(
-        self,
-        backend: str,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: Mask,
-        bias: RelativeBias | None,
-        softcap: float | None = None,
-    ) -> jax.Array:
-        """Return softmax(q·k + bias, where the mask allows) v by one of `BACKENDS`; see `network.attention.attend`."""
-        return getattr(self, f"attend_{backend}")(query, key, value, mask, bias, softcap)
+    def attend(self, backend: str, *inputs: Any) -> jax.Array:
+        """Compute attention by one of `BACKENDS`; the other arguments are those of `attend_xla`."""
+        return getattr(self, f"attend_{backend}")(*inputs)
 
     def attend_xla(
         self,
@@ -242,7 +222,7 @@ class Ops:
         bias: RelativeBias | None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """Compute the reference attention: plain matmuls, softmax in float32."""
+        """Compute the reference attention: plain matmuls, softmax in float32. See `network.attention.attend`."""
         if query.shape[2] != key.shape[2]:
             key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
@@ -251,15 +231,7 @@ class Ops:
         weights = self.attention_weights(logits, mask, bias).astype(value.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
-    def attend_pallas(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: Mask,
-        bias: RelativeBias | None,
-        softcap: float | None = None,
-    ) -> jax.Array:
+    def attend_pallas(self, query, key, value, mask, bias, softcap=None) -> jax.Array:
         """Compute attention with our fused kernel, each device for its own rows and heads."""
         flash = importlib.import_module("t5x.network.flash_attention")
         heads = "heads" if key.shape[2] == query.shape[2] else None
@@ -316,16 +288,14 @@ class Ops:
         of the step, where the key and value are written and up to which it attends; and the bias. It returns the
         result, [batch, heads, head_dim], and both caches.
         """
-        del queries, dtype, cache
         return None
 
     def attention_weights(self, logits: jax.Array, mask: Mask, bias: RelativeBias | None = None) -> jax.Array:
         """Return the attention weights for the raw logits q·k [batch, heads, q, k]."""
         q_length, k_length = logits.shape[2:]
-        if bias is not None and mask.position is None:
-            logits += self.bias_matrix(bias, q_length, k_length)
-        elif bias is not None:
-            logits += bias.row(mask.position, k_length)
+        if bias is not None:
+            is_step = mask.position is not None
+            logits += bias.row(mask.position, k_length) if is_step else self.bias_matrix(bias, q_length, k_length)
         if (allowed := mask.allowed(q_length, k_length)) is not None:
             logits = jnp.where(allowed, logits, MASKED)
         return jax.nn.softmax(logits, axis=-1)
@@ -340,16 +310,13 @@ class CpuOps(Ops):
 
     default_dtype = "float32"
 
-    def prepare(self, kernels: Sequence[jax.Array]) -> Any:
+    def prepare(self, kernels):
         return tuple(kernel.T for kernel in kernels)
 
-    def prepared_matmuls(
-        self, x: jax.Array, prepared: Any, dtype: Any = None, *, joined: bool = False
-    ) -> Sequence[jax.Array] | jax.Array:
-        del joined
+    def prepared_matmuls(self, x, prepared, dtype=None, *, joined=False):
         return [self.few_rows(x, kernel, dtype) for kernel in prepared]
 
-    def few_rows(self, x: jax.Array, transposed: jax.Array, dtype: Any = None) -> jax.Array:
+    def few_rows(self, x, transposed, dtype=None):
         # With the kernel as the left operand, it is read in place. XLA would otherwise repack it at every step, which
         # takes twice as long for 16 rows. A single row is a matrix-vector product, which is fast either way.
         rows, transposed = x.reshape(-1, x.shape[-1]), transposed.astype(x.dtype)
@@ -357,11 +324,11 @@ class CpuOps(Ops):
         # The barrier keeps XLA from swapping the operands back.
         return jax.lax.optimization_barrier(product).T.reshape(*x.shape[:-1], transposed.shape[0])
 
-    def cached_logits(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    def cached_logits(self, query, key):
         logits = jnp.einsum("bhkd,bqhd->bhkq", key, query, preferred_element_type=jnp.float32)
         return jnp.swapaxes(jax.lax.optimization_barrier(logits), 2, 3)
 
-    def materialize(self, arrays: list[jax.Array], condition: jax.Array) -> list[jax.Array]:
+    def materialize(self, arrays, condition):
         # On CPUs, XLA removes barriers before it fuses operations, but not conditionals.
         return jax.lax.cond(condition, lambda: arrays, lambda: [jnp.copy(array) for array in arrays])
 
@@ -437,6 +404,11 @@ def fused_matmul(
     """
     product = jnp.einsum("...d,dnf->...nf", x, kernels, preferred_element_type=dtype)
     return product if joined else unstack(product)
+
+
+def stack_kernels(kernels: Sequence[jax.Array]) -> jax.Array:
+    """Return kernels, [in, (layers,) features] each, as [in, (layers,) n, features]."""
+    return jnp.stack(kernels, axis=-2)
 
 
 def unstack(joined: jax.Array) -> list[jax.Array]:

@@ -2,27 +2,20 @@
 
 import importlib
 
-import jax
-
-from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import Ops, Shaped, compiler_refuses, shape_refuses
+from t5x.kernels.ops import Ops, compiler_refuses, shape_refuses
 from t5x.partitioning.devices import vmem_bytes
 
 
 class TpuOps(Ops):
     """TPUs."""
 
-    @property
-    def flash_target(self) -> str:
-        return "tpu"
+    flash_target = "tpu"
 
-    def bias_matrix(self, bias: RelativeBias, q_length: int, k_length: int) -> jax.Array:
+    def bias_matrix(self, bias, q_length, k_length):
         # TPUs would move every row between lanes. They multiply by one-hot buckets, computed where they are needed.
         return bias.matrix_by_matmul(q_length, k_length)
 
-    def refuses(
-        self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None
-    ) -> str | None:
+    def refuses(self, backend, query, key, mask, softcap=None):
         if backend != "pallas":
             return super().refuses(backend, query, key, mask, softcap)
         if reason := shape_refuses(query, mask, ("bfloat16",)) or compiler_refuses("tpu"):

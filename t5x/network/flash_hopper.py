@@ -212,14 +212,7 @@ def _load_item(sources: tuple, buffers: _Buffers, barriers: _Barriers, item: tup
 
 
 def _compute_item(
-    rules: MaskRules,
-    codes: tuple | None,
-    outs: tuple,
-    buffers: _Buffers,
-    barriers: _Barriers,
-    item: tuple,
-    number: Any,
-    step: Any,
+    rules: MaskRules, codes: tuple | None, outs: tuple, buffers: _Buffers, barriers: _Barriers, item, number, step
 ) -> Any:
     """Compute and store the result of this warpgroup's queries; return the number of the next step."""
     warpgroup = lax.axis_index("warpgroup")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
-from t5x.kernels.ops import fused_matmul, ops
+from t5x.kernels.ops import fused_matmul, ops, stack_kernels
 from t5x.network import fp8
 from t5x.network.keys import Keys
 from t5x.partitioning.logical import constrain
@@ -76,18 +76,13 @@ def project(
     if module.has_variable(fp8.SCALES, name):
         scales: jax.Array = module.get_variable(fp8.SCALES, name)
         if joined and len(arrays) > 1:
-            return fp8.project(x, [_join(arrays)], scales, dtype)[0]
+            return fp8.project(x, [stack_kernels(arrays)], scales, dtype)[0]
         return fp8.project(x, arrays, scales, dtype)
     creates = in_every_step and module.is_mutable_collection(KERNELS) and not module.is_mutable_collection("params")
     prepared = ops().prepare(arrays) if creates else None
     if prepared is not None:
         module.put_variable(KERNELS, name, prepared)
     return ops().matmuls(x, arrays, dtype, joined=joined, prepared=prepared)
-
-
-def _join(kernels: Sequence[jax.Array]) -> jax.Array:
-    """Stack kernels, [in, (layers,) features] each -> [in, (layers,) n, features]."""
-    return jnp.stack(kernels, axis=-2)
 
 
 def join_kernels(params: Any) -> Any:
@@ -97,7 +92,7 @@ def join_kernels(params: Any) -> Any:
     gates = sorted((name for name in params if re.fullmatch(r"wi_\d+", name)), key=lambda name: int(name[3:]))
     joined = {name: join_kernels(value) for name, value in params.items() if name not in gates}
     if gates:
-        joined[_SEPARATOR.join(gates)] = _join([params[name]["kernel"] for name in gates])
+        joined[_SEPARATOR.join(gates)] = stack_kernels([params[name]["kernel"] for name in gates])
     return joined
 
 

@@ -46,13 +46,7 @@ def fits(param: jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("settings", "interpret"))
 def update_vector(
-    param: jax.Array,
-    grad: jax.Array,
-    v: jax.Array,
-    rates: jax.Array,
-    *,
-    settings: KernelSettings,
-    interpret: bool = False,
+    param, grad, v, rates, *, settings: KernelSettings, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Return the new parameter and second moment.
 
