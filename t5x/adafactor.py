@@ -372,7 +372,7 @@ class Adafactor(TreeOptimizer):
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
-            if kernels and scaled:
+            if kernels and settings and scaled:
                 updated = _update_with_kernels(kernels, plan, param, grad, slots, rates, settings)
                 if updated is not None:
                     return updated

@@ -293,9 +293,10 @@ class Ops:
     def attention_weights(self, logits: jax.Array, mask: Mask, bias: RelativeBias | None = None) -> jax.Array:
         """Return the attention weights for the raw logits q·k [batch, heads, q, k]."""
         q_length, k_length = logits.shape[2:]
-        if bias is not None:
-            is_step = mask.position is not None
-            logits += bias.row(mask.position, k_length) if is_step else self.bias_matrix(bias, q_length, k_length)
+        if bias is not None and mask.position is not None:
+            logits += bias.row(mask.position, k_length)
+        elif bias is not None:
+            logits += self.bias_matrix(bias, q_length, k_length)
         if (allowed := mask.allowed(q_length, k_length)) is not None:
             logits = jnp.where(allowed, logits, MASKED)
         return jax.nn.softmax(logits, axis=-1)
