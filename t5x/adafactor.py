@@ -22,9 +22,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t5x.errors import ArgumentError
+from t5x.kernels.ops import ops
 from t5x.optimizers.patterns import path_of, paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
-from t5x.partitioning.devices import device_count, runs_triton
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -365,15 +365,18 @@ class Adafactor(TreeOptimizer):
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
         settings = self._kernel_settings(learning_rate)
-        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if settings else None
+        kernels = ops().adafactor_kernels() if settings else None
+        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if kernels else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
-            if settings and scaled and (new := _update_with_kernels(plan, param, grad, slots, rates, settings)):
-                return new
+            if kernels and settings and scaled:
+                updated = _update_with_kernels(kernels, plan, param, grad, slots, rates, settings)
+                if updated is not None:
+                    return updated
             new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
                 finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
@@ -388,8 +391,8 @@ class Adafactor(TreeOptimizer):
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
 
     def _kernel_settings(self, learning_rate: Any) -> tuple[float, float, float] | None:
-        """Return the settings that our GPU kernels take; None if they do not support all settings or the devices."""
-        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1) or self.skip_nan_updates:
+        """Return the settings that our GPU kernels take; None if they do not support all settings."""
+        if jnp.size(learning_rate) != 1 or self.skip_nan_updates:
             return None
         if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
             return None
@@ -435,20 +438,20 @@ class Adafactor(TreeOptimizer):
         return param - step, new
 
 
-def _update_with_kernels(plan: FactorPlan, param, grad, slots, rates, options: tuple[float, float, float]):
+def _update_with_kernels(
+    kernels: Any, plan: FactorPlan, param, grad, slots, rates, options: tuple[float, float, float]
+):
     """Return what `Adafactor._update_one` does; None if the kernels do not support this parameter."""
-    from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
-
-    if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
+    if not kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
         return None
     if any(slot.dtype != param.dtype for slot in slots.values()):
         return None
-    settings = adafactor_kernels.Settings(*map(float, options))
+    settings = kernels.KernelSettings(*map(float, options))
     if param.ndim == 1:
-        param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
+        param, v = kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
         return param, {**slots, "v": v}
     moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
-    param, v_row, v_col = adafactor_kernels.update_matrix(
+    param, v_row, v_col = kernels.update_matrix(
         param, grad, *moments, rates, row_axis=row_axis, settings=settings
     )
     return param, {**slots, "v_row": v_row, "v_col": v_col}

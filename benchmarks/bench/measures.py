@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from t5x.doctor.devices import processor
 from t5x.errors import UserError
-from t5x.network import attention
+from t5x.kernels.ops import Ops
 from t5x.partitioning.memory import available_memory
 from t5x.telemetry.devices import TERA
 
@@ -66,23 +66,21 @@ def watch_compilation() -> Iterator[Compilation]:
     """Record which attention backends the network calls, and whether programs came from the compilation cache."""
     seen = Compilation()
 
-    def noting(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            seen.attention.add(name)
-            return backend(*args, **kwargs)
+    attend = Ops.attend
 
-        return noted
+    def recording_attend(self: Ops, backend: str, *args: Any) -> jax.Array:
+        seen.attention.add(backend)
+        return attend(self, backend, *args)
 
     def listen(event: str, **_: Any) -> None:
         seen.cached += event == "/jax/compilation_cache/cache_hits"
 
-    before = dict(attention.BACKENDS)
-    attention.BACKENDS.update({name: noting(name, backend) for name, backend in before.items()})
+    Ops.attend = recording_attend  # type: ignore[method-assign]
     jax.monitoring.register_event_listener(listen)
     try:
         yield seen
     finally:
-        attention.BACKENDS.update(before)
+        Ops.attend = attend  # type: ignore[method-assign]
         jax.monitoring.unregister_event_listener(listen)
 
 

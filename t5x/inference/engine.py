@@ -19,7 +19,7 @@ from t5x.files.disk_space import human_size
 from t5x.inference.buckets import PlannedBatch, plan_batches
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params, padding
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.memory import host_memory
 
@@ -43,7 +43,7 @@ class Engine:
 
     def program(
         self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, few_rows: bool = False
-    ) -> Program:
+    ) -> MaskingVariants:
         """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch.
 
         Args:
@@ -54,7 +54,7 @@ class Engine:
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
         )  # fmt: skip
 
-        return Program.of(
+        return MaskingVariants.of(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
             functools.partial(
                 partitioner.partition, in_axis_resources=shardings, out_axis_resources=partitioner.replicated,
@@ -62,7 +62,7 @@ class Engine:
             ),
         )  # fmt: skip
 
-    def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+    def shapes(self, program: MaskingVariants, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
         converter = self._converter()
         _check_host_memory(converter, rows, lengths)
@@ -70,7 +70,7 @@ class Engine:
         arrays["example_index"] = np.zeros(rows, np.int32)
         return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
-    def row_axes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+    def row_axes(self, program: MaskingVariants, lengths: Mapping[str, int], rows: int) -> Any:
         """Return for each output array the axis of rows, which grows with the batch; -1 if there is none.
 
         Arrays that a network sows may have it anywhere, e.g. after the axis of scanned layers, or not at all.
@@ -84,7 +84,7 @@ class Engine:
 
     def run(
         self,
-        program: Program,
+        program: MaskingVariants,
         examples: Sequence[Mapping[str, Any]],
         lengths: Mapping[str, int | None],
         *,
@@ -168,8 +168,8 @@ class Engine:
     def _needs_reference(
         self, converter: FeatureConverter, lengths: Mapping[str, int | None], trim: bool
     ) -> Callable[[Mapping[str, Any]], bool]:
-        """Return a function that returns whether a `Program` must compute an example by its reference."""
-        if padding.may_be_anywhere(self.model):
+        """Return a function that returns whether a `MaskingVariants` must compute an example by its reference."""
+        if padding.masks_any_padding(self.model):
             return lambda example: False
 
         pad_id = padding.pad_id_of(self.model.module)
@@ -179,7 +179,7 @@ class Engine:
             if not any(pad_id in ids for ids in features.values()):
                 return False
             whole = {name: len(features.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
-            return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
+            return padding.has_inner_padding(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
         return needs_reference
 

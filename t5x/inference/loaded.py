@@ -21,7 +21,7 @@ from t5x.decoding import NEG_INF
 from t5x.errors import UserError, check_at_least, shorten
 from t5x.inference import generation
 from t5x.inference.buckets import FEW, coarse_bucket, coarse_shape, row_count
-from t5x.inference.engine import MANY_ROWS, Engine, Program
+from t5x.inference.engine import MANY_ROWS, Engine, MaskingVariants
 from t5x.inference.generation import Generation, cut_at_stop, without_padding
 from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
@@ -130,7 +130,7 @@ class LoadedModel:
         self.source = source
         self.model = model
         self._partitioner = partitioner
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, MaskingVariants] = {}
         self._logged: set[str] = set()
 
     @functools.cached_property
@@ -451,14 +451,14 @@ class LoadedModel:
         """Return the number of rows of the batches for this number of examples."""
         return row_count(examples, batch_size, self._partitioner.data_parts)
 
-    def _program(self, key: Any, function: Callable[..., Any], *, few_rows: bool = False) -> Program:
+    def _program(self, key: Any, function: Callable[..., Any], *, few_rows: bool = False) -> MaskingVariants:
         if key not in self._programs:
             self._programs[key] = self.engine.program(function, few_rows=few_rows)
         return self._programs[key]
 
     def _run(
         self,
-        program: Program,
+        program: MaskingVariants,
         examples: Sequence[Mapping[str, Any]],
         lengths: Mapping[str, int | None],
         *,

@@ -24,7 +24,7 @@ from t5x.inference.jobs import JobProgress, Record, ResumableJob
 from t5x.inference.output import Output
 from t5x.inference.task_examples import IndexedExample, TaskExamples
 from t5x.models import BaseTransformerModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TaskJob(ResumableJob):
 
     description: str
     engine: Engine
-    program: Program
+    program: MaskingVariants
     cfg: DatasetConfig
     lengths: Mapping[str, int]
     mode: str

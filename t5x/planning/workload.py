@@ -12,9 +12,9 @@ import numpy as np
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError, check_at_least
+from t5x.kernels.ops import BACKENDS
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
-from t5x.network.attention import BACKENDS
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, TrainState
 

@@ -17,7 +17,7 @@ from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics
 from t5x.models import BaseModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
 from t5x.telemetry.metric_writer import METRICS_FILE, Home
@@ -155,7 +155,7 @@ class BatchProgram:
             out_axis_resources=self._partitioner.replicated,
             decodes=True,
         )
-        self._program = Program.of(function, partition)
+        self._program = MaskingVariants.of(function, partition)
 
     def __call__(self, params: Any, batch: Mapping[str, np.ndarray]) -> Any:
         mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}

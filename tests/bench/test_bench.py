@@ -18,7 +18,6 @@ from t5x import cli
 from t5x.checkpoints import save_errors
 from t5x.errors import UserError
 from t5x.inference.loaded import LoadedModel
-from t5x.network import attention
 from t5x.planning.workload import Workload
 from tests import programs
 
@@ -67,12 +66,11 @@ def results(monkeypatch):
 
 
 def test_training(bench):
-    before = dict(attention.BACKENDS)
     result = measured(bench("train", *TINY, "--json"))
     check_rates(result, tokens=16)
     assert 0 < result["step_ms_min"] <= result["step_ms"] and result["step_ms_spread"] >= 0
     assert result["loss"] == pytest.approx(math.log(512), rel=0.05)  # of a model that knows nothing
-    assert result["attention"] == "xla" and before == attention.BACKENDS
+    assert result["attention"] == "xla"
     # Tables and logits of 512 x 64; in each of 2 layers: attention of 4 kernels 64 x 64, a gated MLP of 3 x 64 x 128.
     attentions, mlps, norms = 3 * 4 * 64 * 64, 2 * 3 * 64 * 128, 5 * 64
     assert result["parameters"] == 2 * 512 * 64 + 2 * (attentions + mlps + norms) + 2 * 64 + 2 * 32 * 4

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from t5x.kernels.ops import ops, use
 from t5x.planning import estimates, memory, topologies
 from t5x.planning.memory import Share
 from t5x.planning.program import Collective, CompiledStep, collectives
 from t5x.planning.workload import SIZES, Workload
+from tests.kernels.simulated import nvidia
 
 # Adafactor, bfloat16, one device. GB: measured, except scanned layers without `full`, which XLA's compiler for the H200
 # assigns without a GPU. Milliseconds: docs/performance.md; with rematerialization, of older commits.
@@ -41,21 +43,20 @@ def test_one_h200(case):
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-def test_scanned_layers_keep_what_jax_saves(remat, kernels, monkeypatch):
+def test_scanned_layers_keep_what_jax_saves(remat, kernels):
     """With `kernels`, the layers are traced as for an NVIDIA GPU."""
     layers, rows = 3, 40
-    monkeypatch.setattr("t5x.network.layers.runs_triton", lambda: kernels)
-    monkeypatch.setattr("t5x.network.layers.platform", lambda: "gpu" if kernels else "cpu")
     config = dataclasses.replace(
         SIZES["tiny"], dtype="bfloat16", scan_layers=True, remat_policy=remat, num_encoder_layers=layers,
-        num_decoder_layers=layers, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=192,
+        num_decoder_layers=layers, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=192, attention_backend="xla",
     )  # fmt: skip
     work = Workload("tiny", rows, 48, 16)
     model = estimates.PlannedRun(work.model, rows, 48, 16).with_config(**dataclasses.asdict(config)).model
     shapes = model.input_shapes({"inputs": 48, "targets": 16})
     params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))["params"]
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(work.batches()).items()}
-    traced = jax.make_jaxpr(jax.grad(lambda params, batch: model.loss_fn(params, batch)[0]))(params, batch)
+    with use(nvidia() if kernels else ops()):
+        traced = jax.make_jaxpr(jax.grad(lambda params, batch: model.loss_fn(params, batch)[0]))(params, batch)
     # Stacked results of the forward scans, without those of the weights, which have no batch dimension.
     kept = [
         out.aval for scan in scans(traced.jaxpr, layers) for out in scan.outvars

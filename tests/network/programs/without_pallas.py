@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.network import attention
+from t5x.kernels.gpu_ops import GpuOps
 from t5x.partitioning import devices
 from t5x.partitioning.process_setup import enable_compilation_cache
 from t5x.planning.workload import SIZES, Workload
@@ -80,7 +80,7 @@ def main() -> None:
     large = Workload(size="layer", batch=16, inputs=128, targets=128, dtype="bfloat16")
     params = large.layout.abstract.params
     devices.device = lambda: H200
-    attention.BACKENDS["cudnn"] = attention.attend_xla  # JAX traces cuDNN's only where cuDNN is
+    GpuOps.attend_cudnn = GpuOps.attend_xla  # JAX traces cuDNN's only where cuDNN is
     kernels = {name: count_kernels(function, params) for name, function in programs(large).items()}
     print(json.dumps({"finite": finite, "on_cpu": on_cpu, "kernels": kernels, "messages": messages}))
 
