@@ -170,7 +170,7 @@ def test_a_directory_in_memory_is_no_disk(bench, monkeypatch, named):
     bench("checkpoint", *TINY[:-2], *args).refused("/dev/shm", "tmpfs", "--directory")
 
 
-def test_file_systems_are_told_apart():
+def test_file_systems_are_distinguished():
     assert checkpoint.file_system("/proc") == "proc"
     assert checkpoint.file_system("/sys") == "sysfs"
 

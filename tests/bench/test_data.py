@@ -55,5 +55,5 @@ def test_made_up_texts(bench):
         (("--task", "no_such_task"), ("no_such_task",)),
     ],
 )
-def test_what_is_refused(bench, args, words):
+def test_wrong_options_are_refused(bench, args, words):
     bench("data", *args).refused(*words)
