@@ -14,7 +14,6 @@ from etils import epath
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
-from t5x.configuration.names import current_name
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
@@ -90,7 +89,7 @@ def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel
     Args:
       dtype: dtype of the activations; None uses that of the run which wrote the checkpoint.
     """
-    network = current_name(read_description(source.path)["network"])
+    network = read_description(source.path)["network"]
     if network not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
             f"{source.path} has a network of class {network[:200]}, which cannot be rebuilt from its description. Pass "
@@ -157,7 +156,6 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
       same_classes: also require the same Python classes of model and network, as for resuming a run.
     """
     stored, here = read_description(path), describe(model)
-    stored |= {name: current_name(stored[name]) for name in ("model", "network") if name in stored}
     rows = []
     if same_classes:
         rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})

@@ -199,7 +199,7 @@ def _ranker(exportable: Exportable) -> Reranker | None:
 
 
 def _ranker_ids(ranker: Reranker, tokenizer: Tokenizer, query: Any, document: Any) -> Any:
-    """Return what `ranking.input_encoding.InputEncoder` returns; documents that are too long are truncated."""
+    """Return what `ranking.input_encoding.Inputs` makes: an input that is too long loses the end of its document."""
     import tensorflow as tf
 
     columns = ranker.template.max_length

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from t5x._runtime.version import __version__
+from t5x import __version__
 from t5x.decoding.constraints import PENALTIES
 from t5x.errors import did_you_mean, shorten
 from t5x.inference.loaded import MAX_LENGTH
