@@ -20,8 +20,7 @@ from t5x.configuration.state import Import, State, bindings
 from t5x.errors import UserError, did_you_mean
 
 _MISSING = object()
-# {module or package of an earlier version, which files on disk name: where it is now}
-_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}
+_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin and model.json of earlier versions
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
@@ -98,21 +97,6 @@ class FileNames:
         raise ConfigurationError(f"`{selector}` is unknown: no gin file imports it.{did_you_mean(selector, shown)}")
 
 
-def current_name(name: str) -> str:
-    """Return the present name of a module, or of something in it, that an earlier version of t5x may have named."""
-    for old, new in _MOVED_MODULES.items():
-        if f"{name}.".startswith(f"{old}."):
-            return new + name.removeprefix(old)
-    return name
-
-
-def _current_import(statement: ImportStatement) -> ImportStatement:
-    """Return an import with the present name of its module, bound to the name that the file uses."""
-    current = statement._replace(module=current_name(statement.module))
-    is_bound = current.bound_name() == statement.bound_name()
-    return current if is_bound else current._replace(alias=statement.bound_name())
-
-
 def entry_point(fn: Callable[..., Any], state: State) -> str:
     """Return the selector of an entry function; register it if no gin file names it."""
     name = next((name for name, function in state.entry_points.items() if function is fn), None)
@@ -125,6 +109,14 @@ def entry_point(fn: Callable[..., Any], state: State) -> str:
     selector = _selector_of(fn) or _register(fn, f"{_module_name(statement)}.{name}")
     state.sources.setdefault(selector, (statement, name))
     return selector
+
+
+def current_name(name: str) -> str:
+    """Return today's name of a module, class or function that an earlier version wrote to a file."""
+    for old, new in _MOVED_MODULES.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 def configurable(selector: str) -> config.Configurable:
@@ -211,6 +203,13 @@ def _source(statement: ImportStatement, selector: str) -> tuple[ImportStatement,
 
 def _module_name(statement: ImportStatement) -> str:
     return statement.bound_name() if statement.module == "__main__" else statement.module
+
+
+def _current_import(statement: ImportStatement) -> ImportStatement:
+    """Return an import with the present name of its module, bound to the name that the file uses."""
+    current = statement._replace(module=current_name(statement.module))
+    is_bound = current.bound_name() == statement.bound_name()
+    return current if is_bound else current._replace(alias=statement.bound_name())
 
 
 def _load(statement: ImportStatement, state: State) -> Any:

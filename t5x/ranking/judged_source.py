@@ -82,9 +82,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
 
         def describe() -> dict[str, Any]:
-            return described | {
-                "files": file_digests.describe_files(local_copies.stage(self._files(split), copy_progress))
-            }
+            files = local_copies.stage(self._files(split), copy_progress)
+            return described | {"files": file_digests.describe_files(files)}
 
         return describe
 

@@ -114,6 +114,16 @@ def flags(names: Iterable[str]) -> str:
     return ", ".join(f"--{name}" for name in names)
 
 
+def refuse_gin(args: argparse.Namespace) -> None:
+    """Raise a UserError if options of gin files are passed with --model."""
+    names = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
+    if unused := [name for name in names if getattr(args, name)]:
+        raise UserError(
+            f"{flags(unused).replace('--gin_bindings', '--gin.…')} cannot be used with --model, which uses the "
+            "configuration in the checkpoint. Remove them, or name the checkpoint with --gin.CHECKPOINT_PATH instead."
+        )
+
+
 def add_import(parser: Any) -> None:
     help_ = "module or .py file that registers tasks; may be repeated"
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=help_)

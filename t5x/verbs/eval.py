@@ -5,7 +5,7 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, flags, run_gin
+from t5x.verbs.arguments import add_gin, flags, refuse_gin, run_gin
 from t5x.verbs.file_options import FileEvaluation
 from t5x.verbs.job_options import job_process
 from t5x.verbs.verb_parser import VerbParser, passed_options
@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> None:
 def _eval_file(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     if missing := [name for name in ("model", "data") if name not in options]:
         raise UserError(f"{flags(options)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
-    gin = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
-    if unused := [name for name in gin if getattr(args, name)]:
-        raise UserError(f"--model cannot be combined with {flags(unused)}: these are for gin files.")
+    refuse_gin(args)
     with job_process(args):
         from t5x.verbs.eval_from_files import evaluate_file
 

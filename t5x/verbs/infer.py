@@ -5,7 +5,7 @@ import dataclasses
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import DTYPE, add_gin, flags, given_options, run_gin
+from t5x.verbs.arguments import DTYPE, add_gin, flags, given_options, refuse_gin, run_gin
 from t5x.verbs.file_options import DataOptions
 from t5x.verbs.job_options import JOB_OPTIONS, SHARD_OPTIONS, add_batches, add_output, add_shards, job_process
 from t5x.verbs.verb_parser import VerbParser, add_options, choice, flag, option, passed_options
@@ -81,16 +81,7 @@ def run(args: argparse.Namespace) -> None:
         if args.gin_file or args.gin_bindings:
             args.gin_bindings += [f"infer.{name} = {value}" for name, value in shard.items()]
         return run_gin(args, infer, (_FROM_FILE, _FROM_GIN))
-    if args.gin_file or args.gin_bindings or args.dry_run:
-        raise UserError(
-            "--gin_file, --gin.… and --dry_run cannot be used with --model, which uses the configuration in the "
-            "checkpoint. Remove them, or remove --model and name the checkpoint with --gin.CHECKPOINT_PATH."
-        )
-    if args.tfds_data_dir or args.seqio_additional_cache_dirs:
-        raise UserError(
-            "--tfds_data_dir and --seqio_additional_cache_dirs cannot be used with --model, which reads "
-            "--input. They are for tasks in gin files."
-        )
+    refuse_gin(args)
     if args.input is None:
         raise UserError("--model needs --input: a file (text, .jsonl, .tsv, .csv, .parquet), or - for standard input.")
     if "choices" in options:
