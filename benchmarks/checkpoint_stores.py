@@ -313,7 +313,7 @@ def measure_restore(opened: OurStore | OrbaxStore, abstract: Any) -> tuple[Any, 
 
 
 def start_peak() -> int:
-    """Begin a new peak of resident memory; return the bytes in use."""
+    """Reset the peak of resident memory; return the bytes in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that was freed earlier would hide new allocations
     with open("/proc/self/clear_refs", "w") as file:

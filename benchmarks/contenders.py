@@ -22,7 +22,7 @@ CTRANSLATE2_DTYPE = "float32"
 
 
 def random_t5(size: str = "small") -> Any:
-    """Hugging Face's T5 1.1 whose EOS is never the likeliest; no dropout."""
+    """Return Hugging Face's T5 1.1 without dropout, whose EOS is never the argmax."""
     import torch
     import transformers
 
@@ -43,7 +43,7 @@ def random_t5(size: str = "small") -> Any:
 
 
 def write_model(directory: str, size: str = "small") -> None:
-    """The same in files."""
+    """Write the same model to files."""
     random_t5(size).save_pretrained(directory)
     path = os.path.join(directory, "config.json")
     with open(path) as file:
@@ -54,7 +54,7 @@ def write_model(directory: str, size: str = "small") -> None:
 
 
 class HuggingFace:
-    """Its T5 on the GPU where there is one, with scaled dot product attention.
+    """Hugging Face's T5, on the GPU if there is one, with scaled dot product attention.
 
     Args:
       compiled: by torch.compile; generation gets a static cache, which transformers compiles then.
@@ -77,7 +77,7 @@ class HuggingFace:
         return torch.randint(100, 32000, (rows, length), device=self.device)
 
     def train(self, rows: int, inputs: int, targets: int) -> Callable[[], None]:
-        """float32 weights; products in the dtype of the run."""
+        """float32 weights; matmuls in the dtype of the run."""
         import torch
 
         self.model.train()
@@ -169,7 +169,7 @@ class HuggingFace:
 
 
 def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: int) -> Callable[[], None]:
-    """Generation on the CPU with the model that `write_model` wrote, in `CTRANSLATE2_DTYPE`.
+    """Return a function that generates on the CPU with the model of `write_model`, in `CTRANSLATE2_DTYPE`.
 
     Args:
       rows: of input ids.
@@ -180,7 +180,7 @@ def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: in
 
 
 def ctranslate2_translator(directory: str, device: str, dtype: str, **options: Any) -> Any:
-    """Convert the model that `write_model` wrote and load it."""
+    """Convert the model of `write_model` and load it."""
     import ctranslate2
 
     converted = os.path.join(directory, "ctranslate2")
@@ -193,7 +193,7 @@ def ctranslate2_translator(directory: str, device: str, dtype: str, **options: A
 
 
 def ctranslate2_words(rows: Any) -> list[list[str]]:
-    """Rows of ids as CTranslate2 takes them."""
+    """Return rows of token ids as CTranslate2 reads them."""
     return [[f"t{i}" for i in row] for row in rows]
 
 
@@ -205,7 +205,7 @@ def ctranslate2_outputs(translator: Any, words: list[list[str]], outputs: int, b
 
 
 def _tokenizer(vocabulary: list[str]) -> Any:
-    """What CTranslate2's converter asks of a tokenizer."""
+    """The part of a tokenizer that CTranslate2's converter uses."""
     return types.SimpleNamespace(
         get_vocab=lambda: {token: i for i, token in enumerate(vocabulary)},
         bos_token=None, eos_token="t1", unk_token="t2", pad_token="t0",
@@ -217,7 +217,7 @@ def _tokenizer(vocabulary: list[str]) -> Any:
 
 
 def seqio_batches(path: str, vocabulary: str, rows: int, lengths: dict[str, int], packed: bool) -> Iterator[Any]:
-    """Endless batches of a .tsv file of inputs and targets, with names in its first line."""
+    """Yield batches of a .tsv file of inputs and targets with a header, endlessly."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import seqio
     import tensorflow as tf

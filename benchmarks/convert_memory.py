@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--formats", default=",".join(FORMS), help="sources and destinations, with commas between them")
-    parser.add_argument("--directory", help="where the checkpoints are made, and removed (default: the system's)")
+    parser.add_argument("--directory", help="directory for the temporary checkpoints (default: the system's)")
     args = parser.parse_args()
     forms = args.formats.split(",")
     if unknown := set(forms) - FORMS.keys():
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(work: Path, size: str, forms: list[str]) -> list[dict]:
-    """A row for each pair of source and destination, and one for the hash of each source."""
+    """Print a row for each pair of source and destination, and one for the hash of each source."""
     make_checkpoint(work / "made-shared", size, per_layer_bias=False)
     make_checkpoint(work / "made-per-layer", size, per_layer_bias=True)
     print(f"{'source':<15}{'destination':<16}{'seconds':>8}{'MB/s':>8}{'peak MB':>9}", flush=True)
@@ -109,7 +109,7 @@ def measure(work: Path, size: str, forms: list[str]) -> list[dict]:
 
 
 def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
-    """A Hugging Face directory of random weights, array by array."""
+    """Write a Hugging Face directory of random weights, array by array."""
     emb_dim, num_heads, head_dim, mlp_dim, layers = SIZES[size]
     config = {
         "vocab_size": 32128, "emb_dim": emb_dim, "num_heads": num_heads, "head_dim": head_dim, "mlp_dim": mlp_dim,
@@ -125,7 +125,7 @@ def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
 
 
 def run(source: Path, destination: Path | str, to: str, layers: str) -> tuple[float, int]:
-    """Converts, or hashes where there is no destination: (seconds, peak of anonymous memory above the imports')."""
+    """Convert (without a destination, hash) and return seconds and the peak of anonymous memory beyond the imports."""
     command = [sys.executable, "-c", CHILD, str(source), str(destination), to, layers]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.readline()

@@ -1,10 +1,10 @@
-"""Decoding and scoring on this machine: tokens a second of ours, Hugging Face and CTranslate2, in turns.
+"""Decoding and scoring on this machine: tokens per second of t5x, Hugging Face and CTranslate2, in turns.
 
     python benchmarks/decoding.py [--ctranslate2 PYTHON] [--work greedy16,greedy1,beam4,score16] [--rounds 3]
 
 T5 1.1 small with random weights, float32, 128 tokens in, 64 out, no early end. PYTHON has ctranslate2, transformers and
-torch. Rounds alternate, and the best of each is compared, as other programs on the machine only slow it down. Prints
-JSON: tokens a second (of scoring: rows a second), and the ratio of ours to each peer.
+torch. Rounds alternate, and the best of each is compared, because other programs on the machine only slow it down.
+Prints JSON: tokens per second (scoring: rows per second), and the ratio of t5x to each peer.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WORK = {"greedy16": (16, 1), "greedy1": (1, 1), "beam4": (16, 4), "score16": (16
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ctranslate2", metavar="PYTHON", help="without it that peer is left out")
+    parser.add_argument("--ctranslate2", metavar="PYTHON", help="without it, that peer is skipped")
     parser.add_argument("--work", default=",".join(WORK))
     parser.add_argument("--rounds", type=rounds.positive, default=3)
     parser.add_argument("--threads", type=rounds.positive, default=len(os.sched_getaffinity(0)))

@@ -82,7 +82,7 @@ def results(path: str, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each work: what it is, and for each contender its best round."""
+    """Return a row for each workload, with the best round of each contender."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for work in args.work.split(","):
@@ -109,16 +109,16 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def of_our_dtype(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without contenders that say that they computed in another dtype than t5x: a row has one."""
+    """Return the results without contenders that computed in another dtype than t5x."""
     dtype = results["t5x"].get("dtype")
     others = {name: result["dtype"] for name, result in results.items() if result.get("dtype", dtype) != dtype}
     for name, other in others.items():
-        print(f"{name} is left out: it computed in {other}, t5x in {dtype}", file=sys.stderr, flush=True)
+        print(f"{name} is skipped: it computed in {other}, t5x in {dtype}", file=sys.stderr, flush=True)
     return {name: result for name, result in results.items() if name not in others}
 
 
 def check_same(results: dict[str, dict[str, Any]]) -> None:
-    """Ends the program where contenders have models of different sizes."""
+    """Exit if contenders have models of different sizes."""
     counts = {name: result["parameters"] for name, result in results.items() if "parameters" in result}
     if len(set(counts.values())) > 1:
         sys.exit(f"These are not the same model, by their parameters: {counts}.")
@@ -153,7 +153,7 @@ def rate_of(kind: str, result: dict[str, Any]) -> float:
 def contenders_of(
     kind: str, size: str | None, batch: int, args: argparse.Namespace, directory: str
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    """A process to start for each."""
+    """Return a function for each contender that starts its process."""
     is_data = kind.startswith("data")
     verb = kind if kind in BY_SEQUENCE else "data" if is_data else "generate"
     lengths = ["--inputs", args.inputs] + ([] if kind in ("score", "encode") else ["--targets", args.targets])
@@ -180,7 +180,7 @@ def contenders_of(
     if args.compile:
         calls["Hugging Face, compiled"] = hugging_face("--compile")
     if args.ctranslate2 and verb == "generate" and args.dtype not in (None, contenders.CTRANSLATE2_DTYPE):
-        said = f"CTranslate2 is left out: it computes in {contenders.CTRANSLATE2_DTYPE}, not in {args.dtype}"
+        said = f"CTranslate2 is skipped: it computes in {contenders.CTRANSLATE2_DTYPE}, not in {args.dtype}"
         print(said, file=sys.stderr, flush=True)
     elif args.ctranslate2 and verb == "generate":
         if not os.path.exists(os.path.join(directory, size)):
@@ -190,7 +190,7 @@ def contenders_of(
 
 
 def write_pairs(path: str, count: int = 4000) -> None:
-    """Texts of different lengths."""
+    """Write examples of different lengths."""
     rng = random.Random(0)
     words = ["".join(rng.choices("aaabcdeeeefghiiklmnooprsttuvw", k=rng.randint(2, 9))) for _ in range(5000)]
     with open(path, "w") as file:
@@ -240,10 +240,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], None], mark: Callable[[], Any], steps: int | None) -> float:
-    """The median of a step, one ahead of the device as in `benchmarks.bench`, after the warm-up that compilers need.
+    """Return the median time of a step, one ahead of the device as in `benchmarks.bench`, after a warm-up.
 
     Args:
-      mark: something with `synchronize`, which waits for all until now; None where calls wait themselves.
+      mark: returns an object whose `synchronize` waits for all work so far, or None if calls are synchronous.
     """
 
     def time_steps(count: int) -> list[float]:

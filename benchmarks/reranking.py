@@ -1,4 +1,4 @@
-"""Passages ranked a second, on this machine's CPU: ours, and a plain loop over Hugging Face's model.
+"""Passages ranked per second on this machine's CPU: t5x, and a plain loop over Hugging Face's model.
 
     python benchmarks/reranking.py --candidates bm25_top100_dl19.json.gz --vocabulary DIR [--pairs 1000]
 

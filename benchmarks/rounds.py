@@ -1,6 +1,6 @@
 """Shared by the comparisons here: run contenders in turns, each in its own process.
 
-Rounds alternate, and the best of each contender counts: other programs on the machine only slow it down.
+The best round of each contender counts, because other programs on the machine only slow it down.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def in_turns(
             except Failed as failed:
                 if name not in may_fail:
                     sys.exit(f"{name} failed:\n{failed}")
-                print(f"{name} failed and is left out:\n{failed}", file=sys.stderr, flush=True)
+                print(f"{name} failed and is skipped:\n{failed}", file=sys.stderr, flush=True)
                 del active[name]
 
 
@@ -88,7 +88,7 @@ def leaving_in_order() -> Iterator[None]:
 
 
 def positive(text: str) -> int:
-    """For argparse."""
+    """Parse a positive number for argparse."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

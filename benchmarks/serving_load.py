@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=rounds.positive, default=9, help="tokens of an output")
     parser.add_argument("--batch_size", type=rounds.positive, help="rows of the server's batches; default: its own")
     parser.add_argument("--rounds", type=rounds.positive, default=5, help="turns of each")
-    parser.add_argument("--excess", type=int, default=0, help="clients that come at once")
+    parser.add_argument("--excess", type=int, default=0, help="number of simultaneous clients")
     parser.add_argument("--minutes", type=float, default=0, help="repeat the first number of clients for this time")
     parser.add_argument("--ctranslate2", metavar="DTYPE", help="measure CTranslate2 too, in this dtype")
     parser.add_argument("--device", default="cuda", help="of CTranslate2: cuda or cpu")
@@ -90,7 +90,7 @@ def medians(turns: list[dict]) -> dict:
 
 
 def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
-    """Inputs of bytes, which are tokens; one more is EOS."""
+    """Return random inputs; each byte is a token, and EOS is one more."""
     rng = random.Random(seed)
     low, _, high = args.inputs.partition("-")
     lengths = [rng.randint(int(low), int(high or low)) - 1 for _ in range(count)]
@@ -98,7 +98,7 @@ def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
 
 
 def measure_infer(args: argparse.Namespace) -> None:
-    """For each line on standard input, print the inputs a second of `t5x infer`, and its CPU seconds for each."""
+    """For each line on standard input, print the inputs per second of `t5x infer`, and its CPU seconds per input."""
     import t5x
     from t5x.inference.options import Decoding
 
@@ -164,7 +164,7 @@ def ctranslate2(directory: str, args: argparse.Namespace) -> dict[str, dict]:
 
 
 class Infer:
-    """A process that predicts what it is asked to, as `t5x infer`, while the context is active."""
+    """Run a process that predicts as `t5x infer` does, on request, while the context is active."""
 
     def __init__(self, directory: str):
         self._command = [sys.executable, __file__, *sys.argv[1:], "--measure", directory]
@@ -190,7 +190,7 @@ class Infer:
 
 
 class Server:
-    """`t5x serve` while the context is active."""
+    """Run `t5x serve` while the context is active."""
 
     def __init__(self, directory: str, args: argparse.Namespace):
         with socket.create_server((HOST, 0)) as free:
@@ -246,7 +246,7 @@ def load(server: Server, clients: int, args: argparse.Namespace) -> dict:
 
 
 def memory(server: Server, args: argparse.Namespace) -> list[list[float]]:
-    """Return [minutes, megabytes of the server] while the first number of clients goes on."""
+    """Return [minutes, megabytes of the server] while the first number of clients continues."""
     samples, began = [], time.monotonic()
     while (minutes := (time.monotonic() - began) / 60) < args.minutes:
         samples.append([round(minutes, 2), server.megabytes()])

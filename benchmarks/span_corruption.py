@@ -1,4 +1,4 @@
-"""Span corruption from text: tokens a second of ours and of seqio with t5's preprocessors, in turns on this machine.
+"""Span corruption from text: tokens per second of t5x and of seqio with t5's preprocessors, in turns on this machine.
 
     python benchmarks/span_corruption.py TEXT_FILE VOCABULARY --reference .venv-reference/bin/python [--workers 0,1,2]
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
     parser.add_argument("vocabulary")
-    parser.add_argument("--reference", help="a Python with seqio, TensorFlow and t5; without it only ours is measured")
+    parser.add_argument("--reference", help="a Python with seqio, TensorFlow and t5; without it, only t5x is measured")
     parser.add_argument("--workers", default="0,2")
     parser.add_argument("--rounds", type=rounds.positive, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
@@ -81,7 +81,7 @@ def t5x_batches(args):
     )
     cfg = data.DatasetConfig("text", LENGTHS, "train", ROWS, shuffle=True, seed=0, num_workers=int(args.workers))
 
-    def batches():  # what is measured begins with the first request
+    def batches():  # the measurement begins with the first request
         with data.train_loader(cfg, feature_converter=data.EncDecFeatureConverter()) as loader:
             yield from loader
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import rounds
 
-_WARM_UP = 2  # lines of metrics that are passed over
+_WARM_UP = 2  # lines of metrics that are skipped
 _LINES = 10  # of metrics in a run
 
 

@@ -1,7 +1,7 @@
-"""Tasks from a file of texts, a document a line, for training.py: T5X_BENCH_TEXT and T5X_BENCH_VOCABULARY name files.
+"""Tasks for training.py, from the files T5X_BENCH_TEXT (one document per line) and T5X_BENCH_VOCABULARY.
 
-`bench_full` is span corruption, whose rows are full; `bench_short` has an example a document, its end to be told from
-its beginning, of which several are packed into a row.
+`bench_full` is span corruption with full rows. `bench_short` has one example per document, which predicts its end from
+its beginning; several are packed into a row.
 """
 
 import functools
@@ -10,7 +10,7 @@ import os
 from t5x import data
 from t5x.data import preprocessors
 
-_SHARE = 0.8  # of a document, that is given
+_SHARE = 0.8  # of a document, for the input
 
 
 def _split(example):

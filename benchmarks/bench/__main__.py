@@ -24,6 +24,14 @@ _OPTIONS = {
     "data": ("batch", "inputs", "targets", "packed", "steps", "task", "data", "vocabulary", "split", "workers"),
     "checkpoint": (*_MODEL, "inputs", "targets", "directory"),
 }
+# Rows that keep an accelerator busy, or that a CPU computes in reasonable time.
+_ROWS = {
+    "train": {"small": 256, "base": 128, "large": 64, "xl": 16},
+    "generate": {"small": 64, "base": 64, "large": 64, "xl": 32, "xxl": 16},
+    "score": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
+    "encode": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
+}
+_CPU_ROWS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,13 +136,15 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.bench import checkpoint, compute
     from t5x.network import default_dtype
-    from t5x.planning.workload import Workload, default_batch
+    from t5x.planning.workload import Workload
 
     own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}
     options.setdefault("size", "small")
     options.setdefault("dtype", default_dtype())
-    options.setdefault("batch", default_batch(work, options["size"]))
-    if work == "checkpoint" and jax.default_backend() == "cpu":
+    on_cpu, devices = jax.default_backend() == "cpu", jax.device_count()
+    rows = _CPU_ROWS if on_cpu else _ROWS.get(work, {}).get(options["size"], _CPU_ROWS)
+    options.setdefault("batch", -(-rows // devices) * devices)
+    if work == "checkpoint" and on_cpu:
         options = {"inputs": 64, "targets": 64} | options
     workload = Workload(**options)
     print(f"{work}: T5 1.1 {workload.size}, batch {workload.batch}, {workload.dtype} …", file=sys.stderr, flush=True)

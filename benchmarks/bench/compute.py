@@ -30,8 +30,8 @@ class Timing(NamedTuple):
     """Seconds of each step and of compilation, and what was observed while compiling.
 
     Attributes:
-      uneven: results of one step are fetched while others are computed: use the mean, not the median; the minimum is
-        meaningless.
+      uneven: whether results of a step are fetched while others are computed. Then rates follow from the mean, and
+        the minimum is meaningless.
     """
 
     steps: list[float]

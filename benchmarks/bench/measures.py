@@ -50,7 +50,7 @@ def intervals(stamps: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass
 class Compilation:
-    """What was observed during a compilation.
+    """Observations during a compilation.
 
     Attributes:
       attention: the attention backends that were traced.
@@ -133,7 +133,7 @@ def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """Raise a UserError if less memory is free than is needed in any case."""
+    """Raise a UserError if less memory is free than the minimum."""
     free = available_memory()
     if free is not None and needed > free:
         raise UserError(

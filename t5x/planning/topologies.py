@@ -54,22 +54,22 @@ def parse_topology(name: str) -> Topology:
     [32, 32, 16]
     """
     if match := re.fullmatch(r"(v\d\w*)-(\d+)", name, re.IGNORECASE):
-        topology = _tpu(name, match[1].lower(), int(match[2]))
+        topology = _tpu_topology(name, match[1].lower(), int(match[2]))
     elif match := re.fullmatch(r"(\w.*?)x(\d+)", name, re.IGNORECASE):
-        topology = _gpu(name, match[1], int(match[2]))
+        topology = _gpu_topology(name, match[1], int(match[2]))
     else:
-        raise _unknown(name)
+        raise _unknown_topology(name)
     if not 1 <= topology.devices <= MAX_DEVICES:
         raise UserError(f"--topology {name} has {topology.devices} devices: it must have 1 to {MAX_DEVICES}.")
     return topology
 
 
-def _tpu(name: str, generation: str, number: int) -> Topology:
+def _tpu_topology(name: str, generation: str, number: int) -> Topology:
     if generation not in _TPUS:
-        raise _unknown(name)
+        raise _unknown_topology(name)
     kind, cores = _TPUS[generation]
     if (chip := chip_of(kind)) is None:
-        raise _unknown(name)
+        raise _unknown_topology(name)
     if number % cores:
         raise UserError(f"--topology {name}: the number counts cores, two per chip of {generation}. Use an even one.")
     devices = number // cores
@@ -80,17 +80,17 @@ def _tpu(name: str, generation: str, number: int) -> Topology:
     return Topology(name, kind, chip, devices, min(per_machine, devices), chip.link)
 
 
-def _gpu(name: str, model: str, devices: int) -> Topology:
+def _gpu_topology(name: str, model: str, devices: int) -> Topology:
     words = re.sub(r"[-_ ]+", " ", model).lower()
     known = {gpu.lower(): gpu for gpu in gpu_names()}
     if words not in known:
-        raise _unknown(name)
+        raise _unknown_topology(name)
     kinds = (f"{maker} {known[words]}" for maker in ("NVIDIA", "NVIDIA GeForce"))
     kind, chip = next((kind, chip) for kind in kinds if (chip := chip_of(kind)))
     return Topology(name, kind, chip, devices, min(devices, _GPUS_PER_MACHINE), _NETWORK_SPEED)
 
 
-def _unknown(name: str) -> UserError:
+def _unknown_topology(name: str) -> UserError:
     gpus = ", ".join(gpu.lower().replace(" ", "-") for gpu in gpu_names())
     return UserError(
         f"--topology is {name!r}: it must be a TPU slice, such as v4-32 ({', '.join(_TPUS)}), or a number of GPUs, "

@@ -38,13 +38,6 @@ SIZES = {
     "xl": _shape(2048, 32, 5120, 24),
     "xxl": _shape(4096, 64, 10240, 24),
 }
-_BATCHES = {
-    "train": {"small": 256, "base": 128, "large": 64, "xl": 16},
-    "generate": {"small": 64, "base": 64, "large": 64, "xl": 32, "xxl": 16},
-    "score": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
-    "encode": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
-}
-_CPU_BATCH = 8
 _DISTINCT = 4  # distinct batches, used in turn
 
 
@@ -158,13 +151,6 @@ class Workload:
                 batch[f"{side}_positions"] = np.tile(in_segment, (self.batch, 1))
             batch["decoder_input_tokens"][:, starts] = 0
         return batch
-
-
-def default_batch(work: str, size: str) -> int:
-    """Return a number of rows that keeps an accelerator busy, or that a CPU can compute in reasonable time."""
-    rows = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)
-    devices = jax.device_count()
-    return -(-rows // devices) * devices
 
 
 @functools.lru_cache(maxsize=64)

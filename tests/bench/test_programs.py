@@ -67,7 +67,7 @@ def test_a_peer_that_fails_is_skipped_and_t5x_ends_the_program(capsys):
 
     taken = list(rounds.in_turns({"t5x": lambda: 1, "peer": fails}, rounds=3, may_fail={"peer"}))
     assert taken == [("t5x", 1)] * 3 and len(asked) == 1
-    assert "peer failed and is left out:\nno such package" in capsys.readouterr().err
+    assert "peer failed and is skipped:\nno such package" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="t5x failed:\nno such package"):
         list(rounds.in_turns({"t5x": fails}, rounds=3))
 
@@ -177,12 +177,12 @@ def test_ctranslate2_is_beside_float32_alone(tmp_path, monkeypatch, capsys, dtyp
     calls = peers.contenders_of("greedy", "small", 1, args, str(tmp_path))
     assert list(calls) == ["t5x", "Hugging Face", *([] if dtype == "bfloat16" else ["CTranslate2"])]
     said = capsys.readouterr().err
-    assert said == ("CTranslate2 is left out: it computes in float32, not in bfloat16\n" if dtype == "bfloat16" else "")
+    assert said == ("CTranslate2 is skipped: it computes in float32, not in bfloat16\n" if dtype == "bfloat16" else "")
 
 
 def test_a_peer_that_computed_in_another_dtype_is_skipped(capsys):
     found = {"t5x": {"dtype": "bfloat16"}, "Hugging Face": {"dtype": "bfloat16"}, "CTranslate2": {"dtype": "float32"}}
     assert list(peers.of_our_dtype(found)) == ["t5x", "Hugging Face"]
-    assert capsys.readouterr().err == "CTranslate2 is left out: it computed in float32, t5x in bfloat16\n"
+    assert capsys.readouterr().err == "CTranslate2 is skipped: it computed in float32, t5x in bfloat16\n"
     batches = {"t5x": {}, "seqio": {}}
     assert peers.of_our_dtype(batches) == batches
