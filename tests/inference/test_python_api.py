@@ -181,7 +181,7 @@ def test_tokens_and_logits_from_text(model):
     np.testing.assert_array_equal(model.logits("abc", "b"), model.logits([ids], [[101, 1]])[0])
 
 
-def test_the_model_says_what_it_is(model):
+def test_repr_and_attributes_name_model_device_and_dtype(model):
     assert (model.device, model.dtype) == ("cpu", "float32")
     assert t5x.load(model.source.path, dtype=jnp.bfloat16, device="cpu").dtype == "bfloat16"
     assert "float32 on cpu" in repr(model)
