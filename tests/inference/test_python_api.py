@@ -73,6 +73,7 @@ def test_names_of_transformers_become_ours():
         (lambda m: m.answer("a", "b", beam=4), "beams"),
         (lambda m: m.rank("a", ["b"], label="t,f"), "labels"),
         (lambda m: list(m.stream("a", num_beams=2)), "beams"),
+        (lambda m: list(m.stream(["a", "b"])), "one input"),
         (lambda m: t5x.load(None), "google/flan-t5-small"),
         (lambda m: t5x.load(m.source.path, dtype=jnp.int32), "bfloat16"),
         (lambda m: t5x.load(m.source.path, device="abacus"), "cpu"),
