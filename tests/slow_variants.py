@@ -48,10 +48,10 @@ SLOW = {
     ],
     "inference/test_interactive.py": [r"test_few_inputs_get_what_many_do\[beams of Hugging Face\]"],
     # ranking/test_kills.py, answering/test_answers.py, object_stores/test_jobs.py: the same loop
-    "inference/test_kills.py": [r"test_two_shards_through_kills", r"test_asked_to_stop_it_leaves_what_is_finished_.*"],
+    "inference/test_kills.py": [r"test_two_shards_through_kills", r"test_a_stopped_run_keeps_finished_chunks_.*"],
     "inference/test_tasks.py": [
         r"test_more_chunks_than_five_digits_count",
-        r"test_a_run_that_ended_goes_on\[False\]", r"test_a_damaged_completed_file_is_reported\[(\[\]|\{)\]",
+        r"test_an_interrupted_run_resumes\[False\]", r"test_a_damaged_completed_file_is_reported\[(\[\]|\{)\]",
     ],
     "models/test_models.py": [r"test_the_gradient_of_a_few_logits_is_summed_in_float32\[False\]"],
     "network/test_decode_kernel.py": [

@@ -119,7 +119,7 @@ def test_modes_take_one_the_newest_or_all(model_dir, tmp_path):
     assert "decoder/logits_dense/kernel" in (tmp_path / "all" / "model-info.txt").read_text().replace(".", "/")
 
 
-def test_started_again_it_goes_on_behind_what_was_done(model_dir, tmp_path):
+def test_a_restarted_evaluation_skips_finished_checkpoints(model_dir, tmp_path):
     class Killed(BaseException):
         pass
 
@@ -214,7 +214,7 @@ def test_a_list_of_model_dirs_is_their_newest_checkpoints(model_dir, tmp_path):
     assert list(run(directories, mode="all")) == seen == [0, 1, 2]
 
 
-def test_two_checkpoints_of_a_step_are_told_before_any_is_evaluated(model_dir, tmp_path):
+def test_two_checkpoints_of_a_step_raise_user_error_before_any_is_evaluated(model_dir, tmp_path):
     shutil.copytree(model_dir / "checkpoint_2", tmp_path / "other" / "checkpoint_2")
     with pytest.raises(UserError, match=r"other/checkpoint_2.* step 2.*EVAL_OUTPUT_DIR"):
         score([model_dir, tmp_path / "other"], tmp_path / "out")
@@ -279,7 +279,7 @@ def test_other_parameters_are_used(model_dir, tmp_path):
     assert len(made) == 3 and asked == [None]
 
 
-def test_what_cannot_be_evaluated_is_told(model_dir, tmp_path):
+def test_missing_metrics_or_checkpoints_raise_user_error(model_dir, tmp_path):
     with pytest.raises(UserError, match="has no metrics"):
         score(model_dir, tmp_path, sums(metric_fns=[]))
     with pytest.raises(UserError, match="no checkpoint in"):
@@ -377,7 +377,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_one_message(name, model_dir, pairs_file, tmp_path, capsys):
+def test_invalid_invocations_print_one_message(name, model_dir, pairs_file, tmp_path, capsys):
     arguments, words = REFUSED[name]
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "null.jsonl").write_text('{"q": "1", "a": null}\n')
@@ -386,7 +386,7 @@ def test_what_is_wrong_is_one_message(name, model_dir, pairs_file, tmp_path, cap
     run(capsys, "eval", *plain, *arguments).refused(*words)
 
 
-def test_half_of_the_options_says_what_is_missing(pairs_file, capsys):
+def test_incomplete_options_name_the_missing_one(pairs_file, capsys):
     run(capsys, "eval", "--data", pairs_file).refused("--model")
 
 

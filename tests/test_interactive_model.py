@@ -76,7 +76,7 @@ def same(a, b) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b)))
 
 
-def test_train_steps_are_the_trainers_and_a_checkpoint_goes_on(tmp_path):
+def test_train_steps_are_the_trainers_and_a_checkpoint_resumes(tmp_path):
     model = make(tmp_path / "a", input_shapes={name: array.shape for name, array in batch_of(EXAMPLES).items()})
     assert model.step == 0 and model.train_summary == {}
     init, dropout = jax.random.split(jax.random.key(42))
@@ -229,7 +229,7 @@ def test_texts_become_examples(interactive):
     assert [(e["inputs"].tolist(), e["targets"].tolist()) for e in found] == [([52, 1], [1]), ([53, 1], [54, 1])]
 
 
-def test_gin_configuration_goes_on_with_the_verbs(tmp_path):
+def test_gin_configuration_continues_in_the_verbs(tmp_path):
     model = make(tmp_path)
     entries = {T5XScriptType.EVALUATION: evaluate, T5XScriptType.INFERENCE: infer}
     for script in entries:
@@ -270,7 +270,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told(name, interactive):
+def test_invalid_calls_raise_user_error(name, interactive):
     call, words = WRONG[name]
     with pytest.raises(UserError, match=words):
         call(interactive)
@@ -292,6 +292,6 @@ def test_a_model_without_an_optimizer_does_not_train(interactive, monkeypatch):
         ({"dtype": "float16"}, "'float32', 'bfloat16'"),
     ],
 )
-def test_wrong_arguments_are_told(options, words, tmp_path):
+def test_invalid_arguments_raise_user_error(options, words, tmp_path):
     with pytest.raises(UserError, match=words):
         make(tmp_path, **options)

@@ -227,7 +227,9 @@ class LoadedModel:
         arguments.pop("token_scores", None)  # pieces are strings
         defaults = {"max_input_length": MAX_INPUT_LENGTH, "batch_size": 1, "seed": 0}
         batching = {name: arguments.pop(name, default) for name, default in defaults.items()}
-        decoding, (ids, _) = Decoding(**arguments), self._encode(text, batching["max_input_length"])
+        decoding, (ids, is_single) = Decoding(**arguments), self._encode(text, batching["max_input_length"])
+        if not is_single:
+            raise UserError("stream takes one input: pass a string, or an object with fields, not a list.")
 
         def generate(limit: int) -> Generation:
             return self.predictions(ids, decoding, max_length=limit, room=max_length, **batching)[0][0]

@@ -20,7 +20,7 @@ def test_every_example_is_in_one_batch_that_it_fits_into():
     assert len({batch.lengths["inputs"] for batch in planned}) <= 12
 
 
-def test_what_is_not_bucketed_has_its_full_length():
+def test_features_that_are_not_bucketed_have_their_full_length():
     (batch,) = buckets.plan_batches(2, {"inputs": [3, 9]}, {"inputs": 64, "targets": 20}, 4)
     assert batch.lengths == {"inputs": 12, "targets": 20} and batch.positions == [1, 0]
 

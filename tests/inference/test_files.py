@@ -98,7 +98,7 @@ def test_scores_are_those_that_greedy_decoding_had(place, expected, tmp_path):
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, expected, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_same_output(finished, place, expected, tmp_path, monkeypatch):
     compute, calls = file_inference._FileInference.compute, []
 
     def interrupted(*args, **kwargs):
@@ -163,7 +163,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_an_input_that_changed_meanwhile_is_told_or_done_anew(case, half_done, caplog):
+def test_a_changed_input_raises_user_error_or_is_recomputed(case, half_done, caplog):
     lines, message, computed = CHANGED[case]
     with pytest.raises(UserError, match=f"in.txt has changed: {message}.*--overwrite"):
         half_done.run(lines)
@@ -173,7 +173,7 @@ def test_an_input_that_changed_meanwhile_is_told_or_done_anew(case, half_done, c
     assert message in said
 
 
-def test_overwriting_goes_on_with_its_own_chunks_and_discards_others(half_done, caplog):
+def test_overwriting_resumes_its_own_chunks_and_discards_others(half_done, caplog):
     assert half_done.run(texts(20), overwrite=True) == texts(20)
     assert half_done.calls == [4]
     assert half_done.run(texts(20), overwrite=True) == texts(20)
@@ -187,7 +187,7 @@ def test_overwriting_after_a_run_with_other_options_discards_its_chunks(half_don
     assert "discarding" in caplog.text and "output_ids was False, is True" in caplog.text
 
 
-def test_other_weights_in_the_same_place_are_another_model(place, half_done):
+def test_other_weights_at_the_same_path_are_another_model(place, half_done):
     weights = place / "model" / "model.safetensors"
     times = weights.stat()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
@@ -326,7 +326,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_told(case, place, expected, capsys):
+def test_invalid_options_raise_user_error(case, place, expected, capsys):
     arguments, *words = REFUSED[case]
     given = [f"--model={place}/model", f"--input={place}/in.txt", *(a.format(place=place) for a in arguments)]
     commands.run(capsys, "infer", *given).refused(*(word.format(place=place) for word in words))

@@ -8,7 +8,7 @@ from tests.inference.conftest import VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_full_disk_is_told_and_the_next_run_goes_on(verb, run_verb, small_disk, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_next_run_resumes(verb, run_verb, small_disk, tmp_path, monkeypatch):
     assert run_verb(verb, tmp_path / "whole").code == 0
     output, write = small_disk / "out", FileOutput.write
 

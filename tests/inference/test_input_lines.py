@@ -25,7 +25,7 @@ def test_every_line_of_text_is_an_input(tmp_path):
     assert [e["inputs"] for e in found] == ["erste", "", " zweite\u2028noch ", '{"inputs": 1}']
 
 
-def test_json_lines_keep_all_their_fields_and_blank_ones_are_passed_over(tmp_path):
+def test_json_lines_keep_all_their_fields_and_blank_ones_are_skipped(tmp_path):
     found = read(tmp_path / "in.jsonl", b'{"inputs": "a", "id": 7}\n\n  \n{"inputs": ""}\n')
     assert found == [{"inputs": "a", "id": 7}, {"inputs": ""}]
 
@@ -53,7 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_told_by_line(case, tmp_path):
+def test_invalid_lines_raise_user_error_with_their_line(case, tmp_path):
     name, content, needs_targets, message = BAD[case]
     with pytest.raises(UserError, match=message):
         read(tmp_path / name, content, needs_targets=needs_targets)

@@ -28,7 +28,7 @@ def test_two_shards_through_kills(place):
     assert sum(part.count(b"\n") for part in expected) == LINES
 
 
-def test_asked_to_stop_it_leaves_what_is_finished_and_goes_on(place):
+def test_a_stopped_run_keeps_finished_chunks_and_resumes(place):
     output, name = place / "asked" / "out.jsonl", "out.jsonl-00000-of-00002"
     assert kills.start(place, 0, place / "asked" / "whole.jsonl", BATCH_SIZE).wait() == 0
     for number, (signum, code) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], start=1):

@@ -97,7 +97,7 @@ def test_scores_and_logits_are_those_of_transformers(pair):
         np.testing.assert_allclose(found[i, :end], logits[i, :end], rtol=1e-3, atol=1e-4)
 
 
-def test_beams_that_found_nothing_are_left_out(pair):
+def test_beams_without_a_result_are_omitted(pair):
     """The scores of the others are those of their texts, divided by T5X's penalty."""
     ours, _ = pair
     texts = ["a date", "x"]
@@ -151,7 +151,7 @@ def test_answer_asks_as_t5_was_trained_to_be(pair):
     assert found.score < 0
 
 
-def test_what_cannot_be_done_is_told(pair):
+def test_unsupported_calls_raise_user_error(pair):
     ours, _ = pair
     with pytest.raises(UserError, match="max_length is 0"):
         ours.generate("x", max_length=0)

@@ -41,7 +41,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused(case):
+def test_contradictory_options_are_refused(case):
     options, message = REFUSED[case]
     with pytest.raises(UserError, match=re.compile(message, re.DOTALL)):
         Decoding(**options).decode_fn(Letters(), 8)

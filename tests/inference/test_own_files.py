@@ -85,7 +85,7 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(make, more, run_
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_temporaries_take_nobodys_name_and_follow_no_link(verb, run_verb, tmp_path):
+def test_temporaries_replace_no_file_and_follow_no_link(verb, run_verb, tmp_path):
     (tmp_path / "theirs").write_text("mine")
     (tmp_path / "out.tmp").symlink_to(tmp_path / "theirs")
     (tmp_path / "tmp-out").mkdir()  # empty: there is nothing to lose in it

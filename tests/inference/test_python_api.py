@@ -73,6 +73,7 @@ def test_names_of_transformers_become_ours():
         (lambda m: m.answer("a", "b", beam=4), "beams"),
         (lambda m: m.rank("a", ["b"], label="t,f"), "labels"),
         (lambda m: list(m.stream("a", num_beams=2)), "beams"),
+        (lambda m: list(m.stream(["a", "b"])), "one input"),
         (lambda m: t5x.load(None), "google/flan-t5-small"),
         (lambda m: t5x.load(m.source.path, dtype=jnp.int32), "bfloat16"),
         (lambda m: t5x.load(m.source.path, device="abacus"), "cpu"),
@@ -181,7 +182,7 @@ def test_tokens_and_logits_from_text(model):
     np.testing.assert_array_equal(model.logits("abc", "b"), model.logits([ids], [[101, 1]])[0])
 
 
-def test_the_model_says_what_it_is(model):
+def test_repr_and_attributes_name_model_device_and_dtype(model):
     assert (model.device, model.dtype) == ("cpu", "float32")
     assert t5x.load(model.source.path, dtype=jnp.bfloat16, device="cpu").dtype == "bfloat16"
     assert "float32 on cpu" in repr(model)

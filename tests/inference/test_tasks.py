@@ -126,7 +126,7 @@ def test_a_damaged_completed_file_is_reported(content, place, model, tmp_path):
 
 
 @pytest.mark.parametrize("keep_position", [True, False])
-def test_a_run_that_ended_goes_on(keep_position, place, model, expected, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes(keep_position, place, model, expected, tmp_path, monkeypatch):
     options = {"checkpoint_ds_iter": keep_position}
     with pytest.raises(KeyboardInterrupt):
         run(place, model, tmp_path, write_fn=ends_after(1), **options)
@@ -150,7 +150,7 @@ def ends_after(count):
     return write
 
 
-def test_a_killed_run_of_another_mode_is_in_nobodys_way(place, model, expected, tmp_path):
+def test_a_killed_run_of_another_mode_does_not_interfere(place, model, expected, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(place, model, tmp_path, mode="score", write_fn=ends_after(1))
     (path,) = run(place, model, tmp_path)
@@ -200,7 +200,7 @@ def test_an_output_that_has_changed_is_refused_before_anything_is_computed(place
 
 
 @pytest.mark.parametrize("changed", ["weights", "data"])
-def test_other_weights_or_other_data_in_their_place_are_another_job(changed, place, model, tmp_path):
+def test_replaced_weights_or_data_are_another_job(changed, place, model, tmp_path):
     shutil.copytree(place, tmp_path / "model")
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"inputs": t, "targets": t}) + "\n" for t in texts(12)))
 
@@ -337,7 +337,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_told(case, place, model, tmp_path):
+def test_invalid_arguments_raise_user_error(case, place, model, tmp_path):
     options, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         run(place, model, tmp_path, **options)
