@@ -54,10 +54,10 @@ import numpy as np
 import rounds
 from etils import epath
 
-from t5x.bench.checkpoint import drop_from_cache
-from t5x.bench.workload import Workload
+from benchmarks.bench.checkpoint import drop_from_cache
 from t5x.checkpoints import CheckpointStore, manifest
 from t5x.partitioning import PjitPartitioner, distributed
+from t5x.planning.workload import Workload
 
 STORES = ("t5x", "orbax", "orbax-uncompressed", "orbax-manifest")
 METRICS = ("blocking_s", "done_s", "restore_s", "save_cpu_s", "restore_cpu_s", "save_mb", "restore_mb")
@@ -93,7 +93,6 @@ def storage(directory: str, latency: float) -> Iterator[tuple[str, Mapping[str, 
     if directory not in ("gs", "s3"):
         yield directory, {}
         return
-    sys.path.append(str(rounds.ROOT))
     from tests.object_stores import servers
 
     start = {"gs": servers.gcs, "s3": servers.s3}[directory]

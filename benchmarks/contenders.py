@@ -109,10 +109,10 @@ class HuggingFace:
 
         @torch.inference_mode()
         def call() -> None:
-            made = self.model.generate(
+            output = self.model.generate(
                 x, max_new_tokens=targets, min_new_tokens=targets, num_beams=beams, do_sample=False, **static
             )
-            assert made.shape[1] >= targets
+            assert output.shape[1] >= targets
 
         return call
 
@@ -222,7 +222,7 @@ def seqio_batches(path: str, vocabulary: str, rows: int, lengths: dict[str, int]
     import seqio
     import tensorflow as tf
 
-    made = seqio.ByteVocabulary() if vocabulary == "bytes" else seqio.SentencePieceVocabulary(vocabulary)
+    seqio_vocabulary = seqio.ByteVocabulary() if vocabulary == "bytes" else seqio.SentencePieceVocabulary(vocabulary)
 
     def pair(line: Any) -> dict[str, Any]:
         inputs, targets = tf.io.decode_csv(line, ["", ""], field_delim="\t", use_quote_delim=False)
@@ -236,7 +236,7 @@ def seqio_batches(path: str, vocabulary: str, rows: int, lengths: dict[str, int]
             seqio.preprocessors.tokenize,
             seqio.preprocessors.append_eos_after_trim,
         ],
-        output_features={name: seqio.Feature(made) for name in lengths},
+        output_features={name: seqio.Feature(seqio_vocabulary) for name in lengths},
     )
     return seqio.get_dataset(
         "pairs", lengths, seqio.EncDecFeatureConverter(pack=packed), "train", shuffle=True, num_epochs=None, seed=0,

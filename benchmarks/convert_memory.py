@@ -80,16 +80,16 @@ def measure(work: Path, size: str, forms: list[str]) -> list[dict]:
     rows = []
     for source in forms:
         # scalable_t5 has a bias in every layer: what becomes of such a source, or is to become one, is a model like it.
-        for made in ("made-shared", "made-per-layer"):
-            destinations = [d for d in forms if ("native-scanned" in (source, d)) == (made == "made-per-layer")]
+        for checkpoint in ("made-shared", "made-per-layer"):
+            destinations = [d for d in forms if ("native-scanned" in (source, d)) == (checkpoint == "made-per-layer")]
             if not destinations:
                 continue
             start = work / "source"
             if source == "hf":
-                start.symlink_to(work / made)
+                start.symlink_to(work / checkpoint)
             else:
-                run(work / made, start, *FORMS[source])
-            megabytes = tree_size(work / made) / 1e6
+                run(work / checkpoint, start, *FORMS[source])
+            megabytes = tree_size(work / checkpoint) / 1e6
             for destination in [*destinations, None]:
                 to, layers = FORMS[destination] if destination else ("", "")
                 end = work / "destination" if destination else ""
@@ -119,7 +119,7 @@ def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
     rng = np.random.default_rng(0)
     arrays = {
         p.name: LazyArray(p.shape, np.dtype(np.float32), lambda p=p: rng.standard_normal(p.shape, np.float32))
-        for p in tensor_names.parameters(config)
+        for p in tensor_names.t5_parameters(config)
     }
     write_huggingface(path, config, arrays)
 

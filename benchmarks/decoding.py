@@ -38,7 +38,7 @@ def main() -> None:
         parser.error("--only ctranslate2 needs --ctranslate2 PYTHON")
     if args.measure:
         for name in args.work.split(","):
-            call = {"ours": ours, "huggingface": huggingface, "ctranslate2": ctranslate2}[args.measure]
+            call = {"ours": t5x_calls, "huggingface": huggingface, "ctranslate2": ctranslate2}[args.measure]
             if (timed := call(args.model, name, args.threads)) is not None:
                 print(json.dumps({name: measure(timed, name)}), flush=True)
         return
@@ -57,8 +57,8 @@ def main() -> None:
             )
             for name, python in pythons.items()
         }
-        for contender, found in rounds.in_turns(calls, args.rounds):
-            for name, rate in found.items():
+        for contender, measured in rounds.in_turns(calls, args.rounds):
+            for name, rate in measured.items():
                 place = best.setdefault(name, {})
                 place[contender] = max(rate, place.get(contender, 0.0))
     for rates in best.values():
@@ -87,7 +87,7 @@ def tokens(name: str):
     return rng.integers(100, 32000, (batch, INPUTS)), rng.integers(100, 32000, (batch, OUTPUTS))
 
 
-def ours(directory: str, name: str, threads: int):
+def t5x_calls(directory: str, name: str, threads: int):
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What each of our GPU kernels is worth: `t5x bench` with it and without it, in turns, each in a process of its own.
+"""What each of our GPU kernels is worth: `benchmarks.bench` with and without it, in turns, each in its own process.
 
     python benchmarks/kernels.py > kernels.json
     python benchmarks/kernels.py --only decode,triton --rounds 2
@@ -58,15 +58,15 @@ def main() -> None:
 
 
 def measure(part: str, kind: str) -> None:
-    """Run `t5x bench` without the kernels of a part."""
+    """Run `benchmarks.bench` without the kernels of a part."""
     if part == "triton":
         sys.modules["jax.experimental.pallas.triton"] = None  # importing it now raises ImportError
     elif part != "none":
         module, name, _ = PARTS[part]
         setattr(importlib.import_module(module), name, lambda *_: False)
-    from t5x.cli import main
+    from benchmarks.bench.__main__ import main
 
-    sys.exit(main(["bench", *WORK[kind], "--json"]))
+    sys.exit(main([*WORK[kind], "--json"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""t5x beside its peers on this machine, in turns: `t5x bench`, Hugging Face, CTranslate2, seqio.
+"""t5x beside its peers on this machine, in turns: `benchmarks.bench`, Hugging Face, CTranslate2, seqio.
 
     python benchmarks/peers.py --work train:base:128,greedy:base:64,beam4:base:64,score:base:128 --compile > gpu.json
     python benchmarks/peers.py --work greedy:small:16,data --ctranslate2 PYTHON --seqio .venv-reference/bin/python
@@ -30,7 +30,7 @@ import contenders
 import peers_page
 import rounds
 
-SECONDS, FEWEST, MOST = 10.0, 3, 200  # as `t5x bench`
+SECONDS, FEWEST, MOST = 10.0, 3, 200  # as `benchmarks.bench`
 KINDS = re.compile(r"train|greedy|beam\d+|score|encode|data|data-packed")
 BY_SEQUENCE = ("train", "score", "encode")
 
@@ -90,36 +90,36 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             calls = contenders_of(kind, size, batch, args, directory)
             calls = {name: call for name, call in calls.items() if name == "t5x" or re.search(args.only, name)}
             best: dict[str, dict[str, Any]] = {}
-            for name, found in rounds.in_turns(calls, args.rounds, may_fail=set(calls) - {"t5x"}):
-                found = found | {"rate": rate_of(kind, found)}
-                print(f"{work}: {name} {found['rate']:,.1f} {unit_of(kind)}", file=sys.stderr, flush=True)
-                if found["rate"] > best.get(name, {"rate": 0.0})["rate"]:
-                    best[name] = found
-            ours = best["t5x"]
+            for name, result in rounds.in_turns(calls, args.rounds, may_fail=set(calls) - {"t5x"}):
+                result = result | {"rate": rate_of(kind, result)}
+                print(f"{work}: {name} {result['rate']:,.1f} {unit_of(kind)}", file=sys.stderr, flush=True)
+                if result["rate"] > best.get(name, {"rate": 0.0})["rate"]:
+                    best[name] = result
+            own = best["t5x"]
             best = of_our_dtype(best)
             check_same(best)
             rows.append(
                 {
                     "work": kind, "size": size, "batch": batch, "inputs": args.inputs, "targets": args.targets,
-                    "unit": unit_of(kind), "device": ours["device"], "dtype": ours.get("dtype"), "rounds": args.rounds,
+                    "unit": unit_of(kind), "device": own["device"], "dtype": own.get("dtype"), "rounds": args.rounds,
                     "contenders": best,
                 }
             )  # fmt: skip
     return rows
 
 
-def of_our_dtype(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def of_our_dtype(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Without contenders that say that they computed in another dtype than t5x: a row has one."""
-    wanted = found["t5x"].get("dtype")
-    others = {name: one["dtype"] for name, one in found.items() if one.get("dtype", wanted) != wanted}
-    for name, dtype in others.items():
-        print(f"{name} is left out: it computed in {dtype}, t5x in {wanted}", file=sys.stderr, flush=True)
-    return {name: one for name, one in found.items() if name not in others}
+    dtype = results["t5x"].get("dtype")
+    others = {name: result["dtype"] for name, result in results.items() if result.get("dtype", dtype) != dtype}
+    for name, other in others.items():
+        print(f"{name} is left out: it computed in {other}, t5x in {dtype}", file=sys.stderr, flush=True)
+    return {name: result for name, result in results.items() if name not in others}
 
 
-def check_same(found: dict[str, dict[str, Any]]) -> None:
+def check_same(results: dict[str, dict[str, Any]]) -> None:
     """Ends the program where contenders have models of different sizes."""
-    counts = {name: one["parameters"] for name, one in found.items() if "parameters" in one}
+    counts = {name: result["parameters"] for name, result in results.items() if "parameters" in result}
     if len(set(counts.values())) > 1:
         sys.exit(f"These are not the same model, by their parameters: {counts}.")
 
@@ -146,8 +146,8 @@ def unit_of(kind: str) -> str:
     return "sequences/s" if kind in BY_SEQUENCE else "tokens/s"
 
 
-def rate_of(kind: str, found: dict[str, Any]) -> float:
-    return found["sequences_per_s" if kind in BY_SEQUENCE else "tokens_per_s"]
+def rate_of(kind: str, result: dict[str, Any]) -> float:
+    return result["sequences_per_s" if kind in BY_SEQUENCE else "tokens_per_s"]
 
 
 def contenders_of(
@@ -157,26 +157,26 @@ def contenders_of(
     is_data = kind.startswith("data")
     verb = kind if kind in BY_SEQUENCE else "data" if is_data else "generate"
     lengths = ["--inputs", args.inputs] + ([] if kind in ("score", "encode") else ["--targets", args.targets])
-    ours = [sys.executable, "-m", "t5x", "bench", verb, "--json", "--batch", batch, *lengths]
-    ours += ["--steps", args.steps] if args.steps else []
+    command = [sys.executable, "-m", "benchmarks.bench", verb, "--json", "--batch", batch, *lengths]
+    command += ["--steps", args.steps] if args.steps else []
     flags = ["--work", f"{kind}:{size}:{batch}" if size else f"{kind}:{batch}", "--inputs", args.inputs]
     flags += ["--targets", args.targets, "--threads", args.threads, "--directory", directory]
     flags += [word for name in ("dtype", "steps") if (v := getattr(args, name)) for word in (f"--{name}", v)]
-    start = lambda command: functools.partial(rounds.run, command, args.threads)
+    start = lambda words: functools.partial(rounds.run, words, args.threads)
     peer = lambda name, python=sys.executable, *more: start([python, __file__, "--measure", name, *flags, *more])
     if is_data:
         path = os.path.join(directory, "pairs.tsv")
         if not os.path.exists(path):
             write_pairs(path)
         data = ["--data", path, "--vocabulary", args.vocabulary, *(["--packed"] if kind == "data-packed" else [])]
-        calls = {"t5x": start([*ours, *data])}
+        calls = {"t5x": start([*command, *data])}
         if args.seqio:
             calls["seqio"] = peer("seqio", args.seqio, "--vocabulary", args.vocabulary)
         return calls
-    ours += ["--size", size, *(["--dtype", args.dtype] if args.dtype else [])]
-    ours += ["--beams", beams_of(kind)] if verb == "generate" else []
+    command += ["--size", size, *(["--dtype", args.dtype] if args.dtype else [])]
+    command += ["--beams", beams_of(kind)] if verb == "generate" else []
     hugging_face = functools.partial(peer, "huggingface", sys.executable, "--optimizer", args.optimizer)
-    calls = {"t5x": start(ours), "Hugging Face": hugging_face()}
+    calls = {"t5x": start(command), "Hugging Face": hugging_face()}
     if args.compile:
         calls["Hugging Face, compiled"] = hugging_face("--compile")
     if args.ctranslate2 and verb == "generate" and args.dtype not in (None, contenders.CTRANSLATE2_DTYPE):
@@ -240,13 +240,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], None], mark: Callable[[], Any], steps: int | None) -> float:
-    """The median of a step, one ahead of the device as `t5x bench` is, after as much warming up as compilers need.
+    """The median of a step, one ahead of the device as in `benchmarks.bench`, after the warm-up that compilers need.
 
     Args:
       mark: something with `synchronize`, which waits for all until now; None where calls wait themselves.
     """
 
-    def taken(count: int) -> list[float]:
+    def time_steps(count: int) -> list[float]:
         stamps, before = [time.perf_counter()], None
         for i in range(count):
             call()
@@ -261,8 +261,8 @@ def timed(call: Callable[[], None], mark: Callable[[], Any], steps: int | None) 
             stamps.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(stamps)]
 
-    each = min(taken(3))
-    return statistics.median(taken(steps or min(MOST, max(FEWEST, int(SECONDS / each)))))
+    each = min(time_steps(3))
+    return statistics.median(time_steps(steps or min(MOST, max(FEWEST, int(SECONDS / each)))))
 
 
 def measure_batches(args: argparse.Namespace, kind: str, batch: int) -> dict[str, Any]:
@@ -271,11 +271,11 @@ def measure_batches(args: argparse.Namespace, kind: str, batch: int) -> dict[str
     batches = contenders.seqio_batches(path, args.vocabulary, batch, lengths, kind == "data-packed")
     for _ in range(10):
         next(batches)
-    began, tokens, taken = time.perf_counter(), 0, 0
-    while taken < (args.steps or 10**9) and (args.steps or time.perf_counter() - began < SECONDS):
-        made = next(batches)
-        tokens += sum(int((made[name] > 0).sum()) for name in ("encoder_input_tokens", "decoder_target_tokens"))
-        taken += 1
+    began, tokens, count = time.perf_counter(), 0, 0
+    while count < (args.steps or 10**9) and (args.steps or time.perf_counter() - began < SECONDS):
+        arrays = next(batches)
+        tokens += sum(int((arrays[name] > 0).sum()) for name in ("encoder_input_tokens", "decoder_target_tokens"))
+        count += 1
     return {"tokens_per_s": tokens / (time.perf_counter() - began)}
 
 

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def write(results: Sequence[Sequence[Row]], page: pathlib.Path = PAGE) -> None:
-    """Puts the rows of several runs, each on its device, into their places of the page."""
+    """Write the rows of several runs, each on its device, into their sections of the page."""
     by_name: dict[str, list[Row]] = {}
     for row in (row for rows in results for row in rows):
         by_name.setdefault(section_of(row["device"]), []).append(row)
@@ -32,9 +32,9 @@ def section_of(device: str) -> str:
 
 def replaced(text: str, name: str, inner: str) -> str:
     begin, end = f"<!-- peers {name} -->", "<!-- end -->"
-    head, found, tail = text.partition(begin)
-    if not found or end not in tail:
-        raise SystemExit(f"The page has no place for this: a line {begin}, and a line {end} behind it.")
+    head, marker, tail = text.partition(begin)
+    if not marker or end not in tail:
+        raise SystemExit(f"The page has no place for this: a line {begin}, and a line {end} after it.")
     return f"{head}{begin}\n{inner}{end}{tail.split(end, 1)[1]}"
 
 
@@ -59,7 +59,7 @@ def table(rows: Sequence[Row]) -> str:
         f"|---|---|{'---:|' * (len(names) + 1)}",
     ]
     for row in rows:
-        rates = {name: found["rate"] for name, found in row["contenders"].items()}
+        rates = {name: result["rate"] for name, result in row["contenders"].items()}
         cells = [f"{rates[name]:,.0f}" if rates.get(name, 0) >= 100 else shown(rates.get(name)) for name in names]
         peers = [rate for name, rate in rates.items() if name != "t5x"]
         ratio = f"{rates['t5x'] / max(peers):.2f}" if peers else "-"
@@ -73,7 +73,7 @@ def shown(rate: float | None) -> str:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """An SVG: for each work a bar for each contender, the longest of them as long as the drawing is wide."""
+    """Return an SVG: for each work, a bar for each contender; the longest bar spans the drawing."""
     left, width, thick, gap = 300, 380, 16, 14
     parts, y = [], 34
     x = 10
@@ -82,12 +82,12 @@ def bars(rows: Sequence[Row]) -> str:
         parts.append(f'<text x="{x + 17}" y="21">{html.escape(name)}</text>')
         x += 40 + 7 * len(name)
     for row in rows:
-        found = [(name, row["contenders"][name]["rate"]) for name in ORDER if name in row["contenders"]]
-        longest = max(rate for _, rate in found)
-        middle = y + gap + thick * len(found) / 2 + 4
+        rates = [(name, row["contenders"][name]["rate"]) for name in ORDER if name in row["contenders"]]
+        longest = max(rate for _, rate in rates)
+        middle = y + gap + thick * len(rates) / 2 + 4
         parts.append(f'<text x="{left - 8}" y="{middle:g}" text-anchor="end">{html.escape(label_of(row))}</text>')
         y += gap
-        for name, rate in found:
+        for name, rate in rates:
             size = max(1.0, width * rate / longest)
             parts.append(f'<rect x="{left}" y="{y}" width="{size:.1f}" height="{thick - 2}" fill="{COLOURS[name]}"/>')
             value = f"{rate:,.0f}" if rate >= 100 else shown(rate)

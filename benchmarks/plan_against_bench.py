@@ -1,4 +1,4 @@
-"""Compare `t5x plan` with `t5x bench` on the devices of this machine.
+"""Compare `t5x plan` with `benchmarks.bench` on the devices of this machine.
 
     python benchmarks/plan_against_bench.py --topology h200x1
 
@@ -7,17 +7,11 @@ differs by more than 10 %, or a step time by more than 25 %.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 
+import rounds
+
 MEMORY, TIME = 0.10, 0.25
-
-
-def output(*arguments: str) -> dict:
-    """Run a verb with --json and return its result."""
-    done = subprocess.run([sys.executable, "-m", "t5x", *arguments, "--json"], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
 
 
 def main() -> int:
@@ -26,14 +20,14 @@ def main() -> int:
     parser.add_argument("--work", default="base:128,large:64,xl:64,xl:64:full:scan", help="comma-separated")
     args = parser.parse_args()
     print("| work | peak GB, plan | bench | | step ms, plan | bench | |\n|---|---|---|---|---|---|---|")
-    bad = 0
+    bad, start = 0, [sys.executable, "-m"]
     for work in args.work.split(","):
         size, batch, *others = work.split(":")
         options = ["--size", size, "--batch", batch, "--inputs", "512", "--targets", "128", "--dtype", "bfloat16"]
         for other in others:
             options += ["--scan"] if other == "scan" else ["--remat", other]
-        plan = output("plan", *options, "--topology", args.topology, "--preset", "dp")
-        bench = output("bench", "train", *options)
+        plan = rounds.run([*start, "t5x", "plan", "--json", *options, "--topology", args.topology, "--preset", "dp"])
+        bench = rounds.run([*start, "benchmarks.bench", "train", "--json", *options])
         cells = []
         for name, limit in (("peak_memory_gb", MEMORY), ("step_ms", TIME)):
             difference = plan[name] / bench[name] - 1

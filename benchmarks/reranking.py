@@ -38,26 +38,26 @@ def main() -> None:
         return
     best: dict[str, float] = {}
     scores: dict[str, list[float]] = {}
-    given = {name: getattr(args, name) for name in ("candidates", "vocabulary", "pairs", "threads")}
+    options = {name: getattr(args, name) for name in ("candidates", "vocabulary", "pairs", "threads")}
     with tempfile.TemporaryDirectory() as directory:
         contenders.write_model(directory)
-        flags = [f"--directory={directory}", *(f"--{name}={value}" for name, value in given.items())]
+        flags = [f"--directory={directory}", *(f"--{name}={value}" for name, value in options.items())]
         calls = {
             name: functools.partial(
                 rounds.run, [sys.executable, __file__, f"--measure={name}", *flags], args.threads, JAX_PLATFORMS="cpu"
             )
             for name in ("ours", "huggingface")
         }
-        for contender, found in rounds.in_turns(calls, args.rounds):
-            best[contender] = max(found["rate"], best.get(contender, 0.0))
-            scores[contender] = found["scores"]
+        for contender, measured in rounds.in_turns(calls, args.rounds):
+            best[contender] = max(measured["rate"], best.get(contender, 0.0))
+            scores[contender] = measured["scores"]
     differ = max(abs(a - b) for a, b in zip(scores["ours"], scores["huggingface"], strict=True))
     print(json.dumps({"pairs a second": best, **rounds.ratios(best), "scores differ by": differ}, indent=1))
 
 
 def measure(args: argparse.Namespace) -> None:
     pairs = read_pairs(args.candidates, args.pairs)
-    call = {"ours": ours, "huggingface": huggingface}[args.measure](args)
+    call = {"ours": t5x_call, "huggingface": huggingface}[args.measure](args)
     call(pairs)  # compiles, warms up
     began = time.perf_counter()
     scores = call(pairs)
@@ -69,11 +69,11 @@ def read_pairs(path: str, count: int) -> list[tuple[str, str]]:
     from t5x.ranking.rerank_inputs import ListWork
 
     work = ListWork(path, None)
-    found = [(unit.query, text) for unit in work.units(0, len(work.sizes)) for text in unit.texts]
-    return found[:count]
+    pairs = [(unit.query, text) for unit in work.units(0, len(work.sizes)) for text in unit.texts]
+    return pairs[:count]
 
 
-def ours(args: argparse.Namespace):
+def t5x_call(args: argparse.Namespace):
     import t5x
 
     loaded = t5x.load(args.directory, vocabulary=os.path.join(args.vocabulary, "spiece.model"))

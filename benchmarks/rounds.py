@@ -1,4 +1,4 @@
-"""What the comparisons here have in common: contenders in turns, each a process of its own, and the best of each.
+"""Shared by the comparisons here: run contenders in turns, each in its own process.
 
 Rounds alternate, and the best of each contender counts: other programs on the machine only slow it down.
 """
@@ -16,34 +16,35 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # for `benchmarks.bench`, where a script of this directory is started by its path
 
 
 class Failed(Exception):
-    """A contender's process; what it said last."""
+    """The process of a contender failed; the message is the end of its output."""
 
 
 def in_turns(
     contenders: Mapping[str, Callable[[], Any]], rounds: int, may_fail: Container[str] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """(contender, what it gave) of one after the other, round by round.
+    """Yield (contender, result) in turns, round by round.
 
     Args:
-      may_fail: contenders that are left out from there on if they do; where another fails, the program ends.
+      may_fail: contenders that are skipped once they have failed; if another fails, the program exits.
     """
-    left = dict(contenders)
+    active = dict(contenders)
     for _ in range(rounds):
-        for name, call in list(left.items()):
+        for name, call in list(active.items()):
             try:
                 yield name, call()
             except Failed as failed:
                 if name not in may_fail:
                     sys.exit(f"{name} failed:\n{failed}")
                 print(f"{name} failed and is left out:\n{failed}", file=sys.stderr, flush=True)
-                del left[name]
+                del active[name]
 
 
 def run(command: Sequence[str], threads: int | None = None, **environment: str) -> dict[str, Any]:
-    """The JSON objects that a program prints, a line each, together. What it started ends with it, and it with us."""
+    """Run a program and return the union of the JSON objects that it prints, one per line. Its children end with it."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, **environment}
     if threads is not None:
@@ -61,14 +62,14 @@ def run(command: Sequence[str], threads: int | None = None, **environment: str) 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        printed, said = (_text(file) for file in (out, err))
+        printed, errors = (_text(file) for file in (out, err))
     if child.returncode:
-        raise Failed(said[-3000:])
-    found: dict[str, Any] = {}
+        raise Failed(errors[-3000:])
+    result: dict[str, Any] = {}
     for line in printed.splitlines():
         if line.startswith("{"):
-            found |= json.loads(line)
-    return found
+            result |= json.loads(line)
+    return result
 
 
 def _text(file: IO[bytes]) -> str:
@@ -78,7 +79,7 @@ def _text(file: IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def leaving_in_order() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the program without a traceback, and what it has started with it."""
+    """Exit without a traceback on Ctrl-C and SIGTERM, and end all child processes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -93,6 +94,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def ratios(rates: Mapping[str, float], ours: str = "ours") -> dict[str, float]:
-    """Of ours to each peer."""
-    return {f"{ours} / {name}": round(rates[ours] / rate, 2) for name, rate in rates.items() if name != ours}
+def ratios(rates: Mapping[str, float], own: str = "ours") -> dict[str, float]:
+    """Return {`own / PEER`: ratio of the rates} for each peer."""
+    return {f"{own} / {name}": round(rates[own] / rate, 2) for name, rate in rates.items() if name != own}

@@ -66,13 +66,13 @@ def main() -> None:
                 for clients in args.clients.split(","):
                     turns[clients].append(load(server, int(clients), args))
             of_infer = report["infer"] = medians(turns.pop("infer"))
-            report["clients"] = {clients: medians(found) for clients, found in turns.items()}
-            for found in report["clients"].values():
-                found["of_infer"] = round(found["requests_per_s"] / of_infer["requests_per_s"], 3)
-                found["cpu_of_infer"] = round(of_infer["cpu_s"] / found["cpu_s"], 3)
+            report["clients"] = {clients: medians(results) for clients, results in turns.items()}
+            for result in report["clients"].values():
+                result["of_infer"] = round(result["requests_per_s"] / of_infer["requests_per_s"], 3)
+                result["cpu_of_infer"] = round(of_infer["cpu_s"] / result["cpu_s"], 3)
             if args.excess:
-                found = asyncio.run(ask(server, texts(args, 1) * args.excess, args.excess, args))
-                report["excess"] = found | {"server_runs": server.process.poll() is None}
+                answers = asyncio.run(ask(server, texts(args, 1) * args.excess, args.excess, args))
+                report["excess"] = answers | {"server_runs": server.process.poll() is None}
             if args.minutes:
                 report["memory"] = memory(server, args)
         if args.ctranslate2:
@@ -81,11 +81,12 @@ def main() -> None:
 
 
 def medians(turns: list[dict]) -> dict:
-    """The median of each number over all turns; all statuses."""
-    made = {name: round(statistics.median(turn[name] for turn in turns), 4) for name in turns[0] if name != "statuses"}
+    """Return the median of each number over all turns, and the sum of the statuses."""
+    names = [name for name in turns[0] if name != "statuses"]
+    values = {name: round(statistics.median(turn[name] for turn in turns), 4) for name in names}
     if "statuses" in turns[0]:
-        made["statuses"] = dict(sum((collections.Counter(turn["statuses"]) for turn in turns), collections.Counter()))
-    return made
+        values["statuses"] = dict(sum((collections.Counter(turn["statuses"]) for turn in turns), collections.Counter()))
+    return values
 
 
 def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
@@ -110,8 +111,8 @@ def measure_infer(args: argparse.Namespace) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         model.predictions(ids, Decoding(), **options)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        found = {"requests_per_s": len(ids) / seconds, "cpu_s": cpu / len(ids)}
-        print(json.dumps(found), flush=True)
+        result = {"requests_per_s": len(ids) / seconds, "cpu_s": cpu / len(ids)}
+        print(json.dumps(result), flush=True)
 
 
 def ctranslate2(directory: str, args: argparse.Namespace) -> dict[str, dict]:
@@ -239,18 +240,18 @@ def load(server: Server, clients: int, args: argparse.Namespace) -> dict:
     """Measure one turn of a number of clients."""
     inputs = texts(args, args.requests)
     cpu, batches = server.cpu(), server.batches()
-    found = asyncio.run(ask(server, inputs, clients, args))
-    found |= {"cpu_s": (server.cpu() - cpu) / len(inputs), "server_mb": server.megabytes()}
-    return found | {"rows_per_batch": len(inputs) / (server.batches() - batches)}
+    result = asyncio.run(ask(server, inputs, clients, args))
+    result |= {"cpu_s": (server.cpu() - cpu) / len(inputs), "server_mb": server.megabytes()}
+    return result | {"rows_per_batch": len(inputs) / (server.batches() - batches)}
 
 
 def memory(server: Server, args: argparse.Namespace) -> list[list[float]]:
     """Return [minutes, megabytes of the server] while the first number of clients goes on."""
-    found, began = [], time.monotonic()
+    samples, began = [], time.monotonic()
     while (minutes := (time.monotonic() - began) / 60) < args.minutes:
-        found.append([round(minutes, 2), server.megabytes()])
+        samples.append([round(minutes, 2), server.megabytes()])
         asyncio.run(ask(server, texts(args, args.requests), int(args.clients.split(",")[0]), args))
-    return found
+    return samples
 
 
 async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Namespace) -> dict:
@@ -279,8 +280,10 @@ async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Na
 
 def percentiles(milliseconds: list[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
-    at = lambda share: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
-    return {"p50_ms": at(0.5), "p99_ms": at(0.99)}
+    def percentile(share: float) -> float:
+        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+
+    return {"p50_ms": percentile(0.5), "p99_ms": percentile(0.99)}
 
 
 if __name__ == "__main__":

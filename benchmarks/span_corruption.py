@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=("ours", "seqio"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        batches = ours(args) if args.measure == "ours" else seqio_batches(args)
+        batches = t5x_batches(args) if args.measure == "ours" else seqio_batches(args)
         print(json.dumps(measure(batches, args.seconds)))
         return
     flags = [args.text, args.vocabulary, "--seconds", args.seconds, "--measure"]
@@ -42,9 +42,9 @@ def main() -> None:
     if args.reference:
         contenders["seqio"] = start(args.reference, "seqio")
     best: dict[str, dict] = {}
-    for name, found in rounds.in_turns(contenders, args.rounds):
-        if name not in best or found["tokens_per_second"] > best[name]["tokens_per_second"]:
-            best[name] = found
+    for name, measured in rounds.in_turns(contenders, args.rounds):
+        if name not in best or measured["tokens_per_second"] > best[name]["tokens_per_second"]:
+            best[name] = measured
     fastest = max(v["tokens_per_second"] for name, v in best.items() if name != "seqio")
     ratio = {"ratio": round(fastest / best["seqio"]["tokens_per_second"], 2)} if "seqio" in best else {}
     print(json.dumps(best | ratio, indent=1))
@@ -63,7 +63,7 @@ def measure(batches, seconds: float) -> dict[str, float]:
     return {"tokens_per_second": round(tokens / spent), "seconds_to_first_batch": round(first, 2)}
 
 
-def ours(args):
+def t5x_batches(args):
     from t5x import data
     from t5x.data import preprocessors
 

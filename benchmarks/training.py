@@ -1,4 +1,4 @@
-"""`t5x train` on real texts beside `t5x bench train`, whose batches are ready in memory: what reading data costs.
+"""`t5x train` on real text beside `benchmarks.bench train`, whose batches are in memory: what reading data costs.
 
     python benchmarks/training.py TEXT_FILE VOCABULARY --size base --batch 128 [--packed]
 
@@ -42,20 +42,20 @@ def main() -> None:
         parser.error(f"--steps {args.steps}: the first {_WARM_UP} only warm up")
     contenders = {"train": functools.partial(train, args), "bench": functools.partial(bench, args)}
     best: dict[str, dict[str, Any]] = {}
-    for name, found in rounds.in_turns(contenders, args.rounds):
-        print(f"{name}: {found['sequences_per_s']:.1f} sequences/s", file=sys.stderr, flush=True)
-        if name not in best or found["sequences_per_s"] > best[name]["sequences_per_s"]:
-            best[name] = found
+    for name, result in rounds.in_turns(contenders, args.rounds):
+        print(f"{name}: {result['sequences_per_s']:.1f} sequences/s", file=sys.stderr, flush=True)
+        if name not in best or result["sequences_per_s"] > best[name]["sequences_per_s"]:
+            best[name] = result
     ratio = best["train"]["sequences_per_s"] / best["bench"]["sequences_per_s"]
     print(json.dumps(best | {"ratio": round(ratio, 3)}, indent=1))
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "t5x", "bench", "train", "--json", "--size", args.size, "--batch", args.batch]
+    command = [sys.executable, "-m", "benchmarks.bench", "train", "--json", "--size", args.size, "--batch", args.batch]
     command += ["--inputs", args.inputs, "--targets", args.targets, "--dtype", args.dtype]
     command += ["--packed"] if args.packed else []
-    found = rounds.run(command)
-    return {name: found[name] for name in ("sequences_per_s", "step_ms", "attention", "dtype", "device")}
+    result = rounds.run(command)
+    return {name: result[name] for name in ("sequences_per_s", "step_ms", "attention", "dtype", "device")}
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

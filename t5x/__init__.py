@@ -15,13 +15,13 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").p
 import functools
 import os
 
+from t5x._runtime.version import __version__ as __version__
+
 TYPE_CHECKING = False  # without the import of `typing`: until the program handles signals, Ctrl-C shows a traceback
 if TYPE_CHECKING:
     from typing import Any
 
     from t5x.inference.loaded import LoadedModel
-
-__version__ = "0.1.0"
 
 # Remote paths are opened with fsspec. Where TensorFlow happens to be installed, etils would import all of it for them.
 os.environ.setdefault("EPATH_USE_TF", "false")
@@ -46,13 +46,13 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         `t5x.checkpoints.names`.
       options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x.lazy_imports import delay_interrupts
+    from t5x.verbs.interrupts import delay_interrupts
 
     with delay_interrupts():
-        from t5x import startup
         from t5x.inference import loaded
+        from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())
 
 

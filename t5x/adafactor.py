@@ -8,6 +8,7 @@ parameters (`layers`) are treated as separate parameters.
 import dataclasses
 import difflib
 import enum
+import functools
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t5x.errors import ArgumentError
+from t5x.kernels.ops import ops
 from t5x.optimizers.patterns import path_of, paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
-from t5x.partitioning.devices import device_count, runs_triton
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -102,8 +103,8 @@ def standard_logical_factor_rules(rules: Mapping[str, FactorDim] | None = None) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a parameter is treated.
+class FactorPlan:
+    """How the second moment of a parameter is factored.
 
     Attributes:
       v_row_drops, v_col_drops: dimensions averaged in `v_row` and `v_col`; both empty if it is not factored.
@@ -124,8 +125,8 @@ class Plan:
 
     def slots(self, dims: tuple, unused: tuple, beta1: float | None) -> dict[str, tuple]:
         """Return, for every slot, what `dims` (sizes or axes of the parameter) becomes; `unused` if it is not used."""
-        kept = lambda drops: tuple(dim for d, dim in enumerate(dims) if d not in drops)
-        slots = {"m": dims, "v": dims, "v_row": kept(self.v_row_drops), "v_col": kept(self.v_col_drops)}
+        without = lambda drops: tuple(dim for d, dim in enumerate(dims) if d not in drops)
+        slots = {"m": dims, "v": dims, "v_row": without(self.v_row_drops), "v_col": without(self.v_col_drops)}
         return slots | dict.fromkeys(self.unused(beta1), unused)
 
 
@@ -219,25 +220,25 @@ class Adafactor(TreeOptimizer):
 
     # -- factorization -------------------------------------------------------------------------------------------------
 
-    def plan(self, path: str, shape: tuple[int, ...], axes: tuple[str, ...] | None) -> Plan:
-        """Return how the parameter with this path, shape and logical axes is treated.
+    def plan(self, path: str, shape: tuple[int, ...], axes: tuple[str, ...] | None) -> FactorPlan:
+        """Return how the parameter with this path, shape and logical axes is factored.
 
         Raises:
           ArgumentError: if the rules do not say how to factor it.
         """
         mapped = self._factor_map.get(path)
         if mapped is not None and len(mapped) != len(shape):
-            found = f"{path} has {len(shape)} dimensions, not {len(mapped)}"
-            raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}.")
+            problem = f"{path} has {len(shape)} dimensions, not {len(mapped)}"
+            raise ArgumentError(f"adafactor.Adafactor.factor_map: {problem}.")
         kinds: Sequence[FactorDim | None] | None = mapped
         if self._hparam_rules is not None:
             kinds = self._hparam_rules[path]
             if kinds is None:
-                return Plan()
+                return FactorPlan()
             kinds, axes = None if kinds is HEURISTIC_RULE else tuple(map(factor_name_to_factordim, kinds)), None
             if kinds is not None and len(kinds) != len(shape):
-                found = f"{path} has {len(shape)} dimensions, not {len(kinds)}"
-                raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}.")
+                problem = f"{path} has {len(shape)} dimensions, not {len(kinds)}"
+                raise ArgumentError(f"adafactor.Adafactor.factor_map: {problem}.")
         elif kinds is None and axes is not None:
             if unruled := [axis for axis in axes if axis not in self._factor_rules]:
                 if len(shape) > 2:
@@ -249,21 +250,21 @@ class Adafactor(TreeOptimizer):
             else:
                 kinds = tuple(self._factor_rules[axis] for axis in axes)
         if kinds is None and len(shape) > 2:
-            found = f"Adafactor: {path} {shape} has no logical axes"
-            raise ArgumentError(f"{found}. Add it to adafactor.Adafactor.factor_map.")
+            problem = f"Adafactor: {path} {shape} has no logical axes"
+            raise ArgumentError(f"{problem}. Add it to adafactor.Adafactor.factor_map.")
         dims = {kind: tuple(d for d, k in enumerate(kinds or ()) if k is kind) for kind in FactorDim}
         batch, row, column = dims[FactorDim.BATCH], dims[FactorDim.ROW], dims[FactorDim.COLUMN]
         if mapped is None and len(shape) <= 2 and not batch:
             if not self.factored or len(shape) < 2 or min(shape) < self.min_dim_size_to_factor:
-                return Plan()
+                return FactorPlan()
             smaller, larger = (int(d) for d in np.argsort(shape))
-            return Plan(v_row_drops=(larger,), v_col_drops=(smaller,))
+            return FactorPlan(v_row_drops=(larger,), v_col_drops=(smaller,))
         if row and column and dims[FactorDim.NONE]:
-            found = f"{path} {axes} mixes ROW, COLUMN and NONE dimensions"
-            raise ArgumentError(f"Adafactor: {found}; NONE cannot be factored.")
+            problem = f"{path} {axes} mixes ROW, COLUMN and NONE dimensions"
+            raise ArgumentError(f"Adafactor: {problem}; NONE cannot be factored.")
         if not self.factored or not (row and column):
-            return Plan(batch=batch)
-        return Plan(v_row_drops=column, v_col_drops=row, batch=batch)
+            return FactorPlan(batch=batch)
+        return FactorPlan(v_row_drops=column, v_col_drops=row, batch=batch)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -276,8 +277,8 @@ class Adafactor(TreeOptimizer):
         paths = paths_in(params)
         if unknown := self._factor_map.keys() - set(paths):
             closest = ", ".join(difflib.get_close_matches(min(unknown), paths, cutoff=0))
-            found = f"no parameter is {min(unknown)!r}. Closest: {closest}."
-            raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}")
+            problem = f"no parameter is {min(unknown)!r}. Closest: {closest}."
+            raise ArgumentError(f"adafactor.Adafactor.factor_map: {problem}")
 
         def slots_of(path, param, axes):
             shapes = self.plan(path, param.shape, axes).slots(param.shape, (1,), self.beta1)
@@ -300,7 +301,7 @@ class Adafactor(TreeOptimizer):
         return _map(slot_axes, params, axes)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """Return the optimizer with logical axes in the place of arrays. As in T5X, averages have none."""
+        """Return the optimizer with logical axes instead of arrays. As in T5X, averages have none."""
 
         def slot_axes(path, param, axes, slots):
             of_shape = lambda slot: axes if slot.shape == param.shape else None
@@ -312,19 +313,19 @@ class Adafactor(TreeOptimizer):
 
     def init_param_state(self, param: jax.Array, path: str) -> _AdafactorParamState:
         """Return the state of one parameter."""
-        return self.init_param_states({path: param}, {path: self._axes_at(path)})[path]
+        return self.init_param_states({path: param}, {path: self._find_axes(path)})[path]
 
     def apply_param_gradient(
         self, step: jax.Array, hyper_params: Any, param: jax.Array, state: Any, grad: jax.Array, path: str
     ) -> tuple[jax.Array, _AdafactorParamState]:
         """Take one step with one parameter; return it with its new state. A subclass may override it."""
-        at = {"step": step, "learning_rate": hyper_params.learning_rate}
-        definition, axes = self.with_hyper_params(hyper_params), {path: self._axes_at(path)}
+        step_args = {"step": step, "learning_rate": hyper_params.learning_rate}
+        definition, axes = self.with_hyper_params(hyper_params), {path: self._find_axes(path)}
         trees = {path: grad}, {path: state}, {path: param}
-        new, states = definition.take_step(*trees, axes, update=definition._update, **at)
+        new, states = definition.take_step(*trees, axes, update=definition._update, **step_args)
         return new[path], states[path]
 
-    def _axes_at(self, path: str) -> tuple[str, ...] | None:
+    def _find_axes(self, path: str) -> tuple[str, ...] | None:
         axes = self._param_axes
         for name in path.split("/"):
             axes = axes.get(name) if isinstance(axes, Mapping) else None
@@ -336,9 +337,9 @@ class Adafactor(TreeOptimizer):
         self, grads: Any, state: Any, params: Any, axes: Any, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Any, Any]:
         """Take one step; see `t5x.optimizers.OptimizerDef`."""
-        at = {"step": step, "learning_rate": learning_rate}
+        step_args = {"step": step, "learning_rate": learning_rate}
         if type(self).apply_param_gradient is Adafactor.apply_param_gradient:
-            return self._update(grads, state, params, axes, **at)
+            return self._update(grads, state, params, axes, **step_args)
         self.set_param_axes(axes)
         hyper_params = self.update_hyper_params(learning_rate=learning_rate)
 
@@ -364,15 +365,18 @@ class Adafactor(TreeOptimizer):
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
         settings = self._kernel_settings(learning_rate)
-        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if settings else None
+        kernels = ops().adafactor_kernels() if settings else None
+        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if kernels else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
-            if settings and scaled and (new := _update_with_kernels(plan, param, grad, slots, rates, settings)):
-                return new
+            if kernels and settings and scaled:
+                updated = _update_with_kernels(kernels, plan, param, grad, slots, rates, settings)
+                if updated is not None:
+                    return updated
             new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
                 finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
@@ -387,8 +391,8 @@ class Adafactor(TreeOptimizer):
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
 
     def _kernel_settings(self, learning_rate: Any) -> tuple[float, float, float] | None:
-        """Return the settings that our GPU kernels take; None if they do not support all settings or the devices."""
-        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1) or self.skip_nan_updates:
+        """Return the settings that our GPU kernels take; None if they do not support all settings."""
+        if jnp.size(learning_rate) != 1 or self.skip_nan_updates:
             return None
         if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
             return None
@@ -396,10 +400,12 @@ class Adafactor(TreeOptimizer):
         known = all(isinstance(value, numbers.Real) for value in settings)  # not arrays, which may be traced
         return settings if known and settings[-1] > 0 else None
 
-    def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
+    def _update_one(self, plan: FactorPlan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)
-        mean = lambda x, dims: jnp.mean(x, axis=dims, keepdims=True)
-        rms = lambda x: jnp.sqrt(mean(jnp.square(x), own))
+        mean = functools.partial(jnp.mean, keepdims=True)
+
+        def rms(x):
+            return jnp.sqrt(mean(jnp.square(x), own))
 
         squared = jnp.square(grad) + self.epsilon1
         new = dict(slots)
@@ -432,20 +438,20 @@ class Adafactor(TreeOptimizer):
         return param - step, new
 
 
-def _update_with_kernels(plan: Plan, param, grad, slots, rates, options: tuple[float, float, float]):
+def _update_with_kernels(
+    kernels: Any, plan: FactorPlan, param, grad, slots, rates, options: tuple[float, float, float]
+):
     """Return what `Adafactor._update_one` does; None if the kernels do not support this parameter."""
-    from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
-
-    if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
+    if not kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
         return None
     if any(slot.dtype != param.dtype for slot in slots.values()):
         return None
-    settings = adafactor_kernels.Settings(*map(float, options))
+    settings = kernels.KernelSettings(*map(float, options))
     if param.ndim == 1:
-        param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
+        param, v = kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
         return param, {**slots, "v": v}
     moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
-    param, v_row, v_col = adafactor_kernels.update_matrix(
+    param, v_row, v_col = kernels.update_matrix(
         param, grad, *moments, rates, row_axis=row_axis, settings=settings
     )
     return param, {**slots, "v_row": v_row, "v_col": v_col}
@@ -462,9 +468,9 @@ def _unzipped(pairs: Any) -> tuple[Any, Any]:
     return tuple(jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
 
 
-def _map(function, params: Any, axes: Any, *rest: Any) -> Any:
-    """Map function(path, param, axes, *rest) over the leaves of `params`; the other trees may have subtrees there."""
-    return jax.tree_util.tree_map_with_path(lambda keys, *row: function(path_of(keys), *row), params, axes, *rest)
+def _map(function, params: Any, axes: Any, *trees: Any) -> Any:
+    """Map function(path, param, axes, *trees) over the leaves of `params`; the other trees may have subtrees there."""
+    return jax.tree_util.tree_map_with_path(lambda keys, *row: function(path_of(keys), *row), params, axes, *trees)
 
 
 def _precision(x: jax.Array) -> Any:

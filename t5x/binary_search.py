@@ -27,11 +27,12 @@ def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[jax.Array], j
         True, the result is the smallest int32.
     """
     # Flipping the sign bit turns the order of int32 into that of uint32, searched from the highest bit down.
-    as_int32 = lambda bits: jax.lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
+    def as_int32(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
 
-    def next_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        higher = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(predicate(as_int32(higher)), found, higher)
+    def next_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        higher = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(predicate(as_int32(higher)), threshold, higher)
 
     return as_int32(jax.lax.fori_loop(0, 32, next_bit, jnp.zeros(batch_shape, jnp.uint32)))
 

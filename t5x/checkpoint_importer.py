@@ -102,12 +102,12 @@ def restore_from_t5_checkpoint(
       path: the checkpoint, or a directory of them.
       lazy_parameters: leave the arrays unread: `.get()` reads one.
       strict: whether variables that the model lacks are an error; otherwise they are ignored.
-      translator: renames the variables in place of the rules for T5.
+      translator: renames the variables, instead of the rules for T5.
     """
-    found = read_mesh_tensorflow(path).arrays if translator is None else translator.apply(load_tf_ckpt(path))
-    wanted = tree.flatten(state_dict)
-    compared = {name: x for name, x in found.items() if name in wanted or (strict and name.startswith("target/"))}
-    if table := tree.difference_by_name(wanted, compared):
-        fix = "\nstrict=False ignores what is unexpected." if compared.keys() - wanted.keys() else ""
+    stored = read_mesh_tensorflow(path).arrays if translator is None else translator.apply(load_tf_ckpt(path))
+    expected = tree.flatten(state_dict)
+    compared = {name: x for name, x in stored.items() if name in expected or (strict and name.startswith("target/"))}
+    if table := tree.difference_by_name(expected, compared):
+        fix = "\nstrict=False ignores what is unexpected." if compared.keys() - expected.keys() else ""
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}{fix}")
-    return tree.nest({name: found[name] if lazy_parameters else found[name].get() for name in wanted})
+    return tree.nest({name: stored[name] if lazy_parameters else stored[name].get() for name in expected})

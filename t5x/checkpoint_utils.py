@@ -10,7 +10,7 @@ from typing import Any
 
 from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +24,16 @@ class CheckpointTypes(enum.Enum):
 def detect_checkpoint_type(checkpoint_path: str, expected: CheckpointTypes | None = None) -> CheckpointTypes:
     """Return the format of a checkpoint, given its file `checkpoint`; log a warning if another one is expected."""
     path = os.fspath(checkpoint_path)
-    found = CheckpointTypes.T5X
+    actual = CheckpointTypes.T5X
     if os.path.exists(os.path.join(os.path.dirname(path), "_METADATA")):
-        found = CheckpointTypes.ORBAX
+        actual = CheckpointTypes.ORBAX
     else:
         with open(path, "rb") as file:
             if file.read(21) == b"model_checkpoint_path":
-                found = CheckpointTypes.T5X_TF
-    if expected not in (None, found):
-        log.warning("%s has the format %s, not %s", path, found.value, expected.value)
-    return found
+                actual = CheckpointTypes.T5X_TF
+    if expected not in (None, actual):
+        log.warning("%s has the format %s, not %s", path, actual.value, expected.value)
+    return actual
 
 
 def pinned_checkpoint_filepath(ckpt_dir: str) -> str:
@@ -74,6 +74,6 @@ def remove_dataset_checkpoint(ckpt_dir: str, train_ds_prefix: str) -> None:
 
 
 def get_restore_parameters(directory: str, structure: Any) -> Any:
-    """Return a description of each array of a checkpoint, in the place of the leaves of `structure`."""
+    """Return `structure` with a description of each array of a checkpoint as its leaves."""
     arrays = open_checkpoint(directory).arrays
     return tree.nest({name: arrays.get(name) for name in tree.flatten(structure)})

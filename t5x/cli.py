@@ -11,14 +11,13 @@ if os.path.basename(sys.argv[0]) in ("t5x", "-m"):
 import contextlib
 import errno
 import gc
-import importlib
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import NoReturn, TextIO
 
-from t5x import __version__
+from t5x._runtime.version import PACKAGE, __version__
 from t5x.errors import UserError, did_you_mean
-from t5x.verbs import VERBS
+from t5x.verbs import VERBS, import_verb
+from t5x.verbs.interrupts import EXIT_CODES, Terminated, leave_at_once
 
 USAGE = """\
 usage: t5x VERB [options]
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit code is 0, 2 for errors that the user can fix, 130 after Ctrl-C, or 75 (retry) after SIGTERM.
     """
-    signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
     _search_working_directory_last()
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
@@ -50,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         verb, argv = argv[1], [argv[1], "--help"]
     if verb in (None, "-h", "--help", "help"):
         with contextlib.suppress(BrokenPipeError):
-            print(USAGE.format(verbs="\n".join(f"  {name:12}{what}" for name, what in VERBS.items())), flush=True)
+            verbs = "\n".join(f"  {name:12}{summary}" for name, (_, summary) in VERBS.items())
+            print(USAGE.format(verbs=verbs), flush=True)
         sys.exit(0)
     if verb == "--version":
         print(f"t5x {__version__}")
         sys.exit(0)
     if verb not in VERBS:
-        hint = did_you_mean(verb, {name: f"t5x {name}" for name in VERBS})
+        hint = did_you_mean(verb, {name: f"t5x {name}" for name in VERBS} | {"bench": "python -m benchmarks.bench"})
         print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
         sys.exit(2)
     sys.exit(run_verb(verb, argv[1:], _end))
@@ -64,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def main_of(verb: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a verb as `python -m t5x.train` or `python t5x/train.py` do, and exit."""
-    package = os.path.dirname(os.path.abspath(__file__))
     # For a script, Python puts the package's directory first on the path, where our modules shadow other packages.
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != PACKAGE]
     _search_working_directory_last()
     sys.exit(run_verb(verb, sys.argv[1:] if argv is None else argv, _end))
 
@@ -77,9 +76,9 @@ def _search_working_directory_last() -> None:
     The directory is on the path if PYTHONPATH has an empty or relative entry, as `PYTHONPATH=$PYTHONPATH:lib` often
     does. An absolute entry is what the user wants.
     """
-    wanted = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     here = os.getcwd()
-    if here not in wanted:
+    if here not in python_path:
         last = [entry for entry in sys.path if os.path.abspath(entry or ".") == here]
         sys.path[:] = [entry for entry in sys.path if entry not in last] + last
 
@@ -90,14 +89,13 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     Args:
       end: called with the exit code after Ctrl-C or SIGTERM, while the exception is still alive.
     """
-    signal.signal(signal.SIGINT, _leave_at_once)
-    signal.signal(signal.SIGTERM, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
+    signal.signal(signal.SIGTERM, leave_at_once)
     gc.disable()  # until `work_begins`: while modules are imported, it would look through all of them several times
     from t5x import configuration, startup
-    from t5x.verbs.interrupts import Terminated
     from t5x.verbs.verb_parser import parser_of
 
-    module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
+    module = import_verb(verb)
     parser = parser_of(verb)
     end_of_options = argv.index("--") if verb == "launch" and "--" in argv else len(argv)
     argv, command = argv[:end_of_options], list(argv[end_of_options + 1 :])
@@ -116,7 +114,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         return 0
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
-        return end(130)
+        return end(EXIT_CODES[signal.SIGINT])
     except Terminated as error:
         return end(error.code)
     except Exception as error:
@@ -184,9 +182,3 @@ def _print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _print_nowhere(sys.stderr)  # a failed flush at exit would change the exit code to 120
-
-
-def _leave_at_once(signum: int, frame: FrameType | None) -> None:
-    """Exit on a signal during startup. Training installs its own handler, which saves."""
-    _print_error("\ninterrupted" if signum == signal.SIGINT else "terminated")
-    os._exit(130 if signum == signal.SIGINT else 75)

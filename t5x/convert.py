@@ -181,8 +181,8 @@ def _check_complete(source: Source, config: Mapping[str, Any], arrays: Mapping[s
     Additional ones are allowed if `to` is `native`, because such a checkpoint does not describe its model.
     """
     expected = families.parameters_of(config)
-    found = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS) and (n in expected or to != "native")}
-    if table := tree.difference_by_name(expected, found):
+    selected = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS) and (n in expected or to != "native")}
+    if table := tree.difference_by_name(expected, selected):
         raise UserError(
             f"{source.path} does not have the parameters of the model that it describes (expected: that model, found: "
             f"the checkpoint): {table}\nDownload it again, or use another checkpoint."

@@ -25,7 +25,7 @@ from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import TemporaryError, UserError
 from t5x.files import user_files
-from t5x.files.directories import make_directory
+from t5x.files.directory import make_directory
 from t5x.files.mirror import local_files
 from t5x.files.remote import is_remote
 from t5x.metrics import translation
@@ -198,7 +198,7 @@ def evaluate(
             evaluation.close()
         skipped = [step for step in steps if step not in results]
         earlier = distributed.decide("eval/earlier", lambda: _read_results(directory, dataset_cfg, skipped))
-        return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))
+        return dict(sorted([*((int(step), metrics) for step, metrics in earlier.items()), *results.items()]))
 
 
 # --- Checkpoints to evaluate ------------------------------------------------------------------------------------------
@@ -213,12 +213,13 @@ def _checkpoints(cfg: RestoreCheckpointConfig, *, may_be_none: bool = False) -> 
     Raises:
       UserError: two checkpoints have the same step, so their results would be written to the same files.
     """
-    given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path or ())
-    if not given:
+    paths = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path or ())
+    if not paths:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
-    given = [names.resolve(path) for path in given]
-    list_all = _saved_in if may_be_none else _all_in
-    paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in list_all(path)]
+    paths = [names.resolve(path) for path in paths]
+    if cfg.mode == "all":
+        list_all = _saved_in if may_be_none else _all_in
+        paths = [checkpoint for path in paths for checkpoint in list_all(path)]
     of_step: dict[int, str] = {}
     for path in paths:
         step = step_of(path)
@@ -227,9 +228,9 @@ def _checkpoints(cfg: RestoreCheckpointConfig, *, may_be_none: bool = False) -> 
     return list(dict.fromkeys(paths))
 
 
-def _second_of_step(path: str, step: int, other: str) -> UserError:
+def _second_of_step(path: str, step: int, first: str) -> UserError:
     return UserError(
-        f"{path} and {other} both have step {step}: their results would be written to the same files. Evaluate one of "
+        f"{path} and {first} both have step {step}: their results would be written to the same files. Evaluate one of "
         "them with another EVAL_OUTPUT_DIR."
     )
 
@@ -325,8 +326,8 @@ def _result_name(kind: str, task: str) -> str:
 
 def _read_results(output_dir: str, cfg: DatasetConfig, steps: Sequence[int]) -> Results:
     """Return the results of these steps that earlier runs wrote."""
-    found = cfg.mixture_or_task()
-    names = dict.fromkeys([*(task.name for task in get_subtasks(found)), found.name])
+    task_or_mixture = cfg.mixture_or_task()
+    names = dict.fromkeys([*(task.name for task in get_subtasks(task_or_mixture)), task_or_mixture.name])
     results: Results = {}
     for kind, name in itertools.product((INFERENCE, TRAINING), names):
         for record, _ in jsonl.read(metrics_file(output_dir, kind, name)):

@@ -10,7 +10,7 @@ import gin
 from t5x import configuration
 from t5x.configuration import rewrite_gin_args
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 
 
 def parse_gin_flags(
@@ -38,13 +38,13 @@ def parse_gin_flags(
         configuration.check()
 
 
-@gin.configurable
+@gin.configurable(module="t5x.gin_utils")
 def get_gin_config_str(show_provenance: bool = False) -> str:
     """Return the configuration as gin text; with `show_provenance`, each value has its origin in a comment."""
     return configuration.config_str(show_provenance=show_provenance)
 
 
-@gin.configurable
+@gin.configurable(module="t5x.gin_utils")
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
     """Write the configuration to `model_dir/config.gin` and to TensorBoard, on the first process only.
 
@@ -90,19 +90,19 @@ def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[Sequence[
     app.run(guarded, flags_parser=lambda args: app.parse_flags_with_usage(list(flags_parser(args))))
 
 
-@gin.configurable
+@gin.configurable(module="t5x.gin_utils")
 def sum_fn(var1: Any, var2: Any) -> Any:
     """Return `var1 + var2`."""
     return var1 + var2
 
 
-@gin.configurable
+@gin.configurable(module="t5x.gin_utils")
 def bool_fn(var1: Any) -> bool:
     """Return `bool(var1)`."""
     return bool(var1)
 
 
-@gin.configurable
+@gin.configurable(module="t5x.gin_utils")
 def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> str | list[str]:
     """Return the parts of `text` between separators, or only the one at `index`."""
     parts = text.split(separator, maxsplit)

@@ -16,7 +16,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, check_split, get_subtasks
 from t5x.errors import UserError
-from t5x.files.directories import make_directory
+from t5x.files.directory import make_directory
 from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
@@ -168,9 +168,9 @@ def infer(
 
 
 def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
-    found = cfg.mixture_or_task()
-    check_split(found, cfg.split)
-    tasks = [task for task in get_subtasks(found) if cfg.split in task.splits]
+    task_or_mixture = cfg.mixture_or_task()
+    check_split(task_or_mixture, cfg.split)
+    tasks = [task for task in get_subtasks(task_or_mixture) if cfg.split in task.splits]
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(

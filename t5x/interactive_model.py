@@ -47,7 +47,7 @@ from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer, TrainState
 from t5x.trainer.evaluation import BatchProgram
-from t5x.trainer.restore import Run, restore_or_init
+from t5x.trainer.restore import RunState, restore_or_init
 from t5x.trainer.trainer import summarize
 
 MetricFn = Callable[..., Mapping[str, Any]]
@@ -123,7 +123,7 @@ class InteractiveModel:
         self._layout = StateLayout.of(model, partitioner, self._shapes(input_shapes))
         init_rng, dropout_rng = jax.random.split(jax.random.key(init_random_seed))
         state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
-        self._run = Run(run.first_step)
+        self._run = RunState(run.first_step)
         rate = create_learning_rate_scheduler("constant", base_learning_rate=0.001)
         self.trainer = Trainer(
             model, state, partitioner, eval_names or [], self.output_dir, self._layout.shardings, dropout_rng, rate
@@ -216,10 +216,10 @@ class InteractiveModel:
         """
         endless = itertools.cycle(as_batches(train_batches)) if train_batches else None
         predictions = scores = metrics = None
-        for taken in range(1, num_steps + 1):
+        for step in range(1, num_steps + 1):
             if endless is not None:
                 self.train_step(next(endless))
-            if taken < num_steps and (not eval_period or taken % eval_period):
+            if step < num_steps and (not eval_period or step % eval_period):
                 continue
             if predict_batches:
                 predictions = self.predict_with_aux(joined(predict_batches))[0]
@@ -325,13 +325,13 @@ class InteractiveModel:
         cfg = DatasetConfig(task, self.task_feature_lengths, split, self.batch_size, shuffle=False, seed=self.step)
         return eval_batches(cfg, feature_converter=self.model.FEATURE_CONVERTER_CLS(pack=False), **options)
 
-    def _shapes(self, given: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, shapes: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
         needed = self.model.input_shapes(self.task_feature_lengths)
-        if given is None:
+        if shapes is None:
             return needed
-        if missing := needed.keys() - given.keys():
+        if missing := needed.keys() - shapes.keys():
             raise UserError(f"input_shapes has no {', '.join(sorted(missing))}; give these, or None for all.")
-        return {name: tuple(int(size) for size in given[name]) for name in given}
+        return {name: tuple(int(size) for size in shapes[name]) for name in shapes}
 
     def _text(self, ids: np.ndarray) -> Any:
         return self.model.output_vocabulary.decode(ids) if ids.ndim == 1 else [self._text(row) for row in ids]

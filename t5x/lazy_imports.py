@@ -1,12 +1,8 @@
-"""Imports on first use, and imports that Ctrl-C does not interrupt."""
+"""Imports on first use, and of packages that may not be installed."""
 
-import contextlib
-import gc
 import importlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,25 +35,3 @@ def import_extra(module: str, needs: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{needs} ({error}).") from error
-
-
-@contextlib.contextmanager
-def delay_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C while modules are imported. An exception that is raised as an extension starts makes it crash.
-
-    Garbage is not collected either: the collector would look through all modules several times.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came = []
-    before, collects = signal.signal(signal.SIGINT, lambda *_: came.append(True)), gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)

@@ -233,9 +233,12 @@ def _accumulate_matmul(sums, x, y):
 def _projected_backward(static, gradients, cotangents):
     del static
     hidden_gradient, kernel_gradient, unit, token_losses = gradients
-    by = cotangents[0]
-    scaled = lambda gradient: (by * unit * gradient).astype(gradient.dtype)
-    return scaled(hidden_gradient), scaled(kernel_gradient), None, by * token_losses
+    cotangent = cotangents[0]
+
+    def scaled(gradient):
+        return (cotangent * unit * gradient).astype(gradient.dtype)
+
+    return scaled(hidden_gradient), scaled(kernel_gradient), None, cotangent * token_losses
 
 
 _projected.defvjp(_projected_forward, _projected_backward)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from t5x import cli
+from t5x.cli import main_of
 
 
 class RunMode(enum.Enum):
@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         "--run_mode", required=True, choices=[mode.value for mode in RunMode],
         help="the verb to run; `t5x MODE --help` shows its options",
     )  # fmt: skip
-    args, rest = parser.parse_known_args(argv[1:])
-    cli.main_of(args.run_mode, rest)
+    args, verb_argv = parser.parse_known_args(argv[1:])
+    main_of(args.run_mode, verb_argv)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "Transforme
 
 
 class TransformersPipeline:
-    """A model that returns dictionaries.
+    """A model that returns dictionaries, like transformers' pipelines.
 
     Decoding options of the checkpoint's generation_config.json apply unless they are given.
 
@@ -68,10 +68,10 @@ class TransformersPipeline:
         passed = {HUGGINGFACE_NAMES.get(name, name) for name in options}
         defaults = {name: x for name, x in self._defaults.items() if HUGGINGFACE_NAMES.get(name, name) not in passed}
         texts, is_single = read_inputs(inputs)
-        results = [self._as_dictionaries(output) for output in self.model.generate(texts, **defaults | options)]
+        results = [self._as_fields(outputs) for outputs in self.model.generate(texts, **defaults | options)]
         return results if not is_single or isinstance(results[0], Mapping) else results[0]
 
-    def _as_dictionaries(self, output: Generation | list[Generation]) -> Any:
-        if isinstance(output, Generation):
-            return {self._field: output.text}
-        return [{self._field: each.text} for each in output]
+    def _as_fields(self, outputs: Generation | list[Generation]) -> Any:
+        if isinstance(outputs, Generation):
+            return {self._field: outputs.text}
+        return [{self._field: each.text} for each in outputs]

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
-from t5x.files.directories import make_directory
+from t5x.files.directory import make_directory
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl

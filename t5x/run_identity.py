@@ -7,16 +7,17 @@ import os
 import sys
 from typing import Any
 
+from t5x._runtime.version import PACKAGE, __version__
 from t5x.files.digests import digest_of
 
 # Options of one process or machine. The number of processes is compared when they join. Of gin files, the resulting
 # bindings are compared instead of the names.
-_OF_ONE_PROCESS = (
+_PER_PROCESS = (
     "coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu", "debug",
     "tfds_data_dir", "seqio_additional_cache_dirs", "gin_file", "gin_search_paths", "gin_bindings", "verb",
     "verbosity", "alsologtostderr", "logtostderr", "showprefixforinfo", "log_dir", "stderrthreshold", "logger_levels",
 )  # fmt: skip
-_WRITTEN = ("output", "squad_predictions", "squad_na_probs")
+_OUTPUTS = ("output", "squad_predictions", "squad_na_probs")
 _DATA_DIRECTORIES = ("collection", "topics")
 _PACKAGES = (
     "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu", "flax", "optax", "numpy",
@@ -27,7 +28,7 @@ _SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs",
 )  # fmt: skip
-_OTHER_MODULES = ("t5x", "__main__", "__mp_main__", "sitecustomize", "usercustomize")
+_SKIPPED_MODULES = ("t5x", "__main__", "__mp_main__", "sitecustomize", "usercustomize")
 # XLA options that are specific to a machine, or do not change programs.
 _LOCAL_XLA_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_", "--xla_gpu_cuda_data_dir")
 
@@ -36,13 +37,13 @@ def describe_command(args: argparse.Namespace) -> dict[str, str]:
     """Return {name: value} of a verb's options, the content of the files they name, bindings and software."""
     from t5x import configuration
 
-    found = {"verb": args.verb}
+    description = {"verb": args.verb}
     for name, value in vars(args).items():
-        if name not in _OF_ONE_PROCESS:
+        if name not in _PER_PROCESS:
             values = value if isinstance(value, list) else [value]
-            contents = [] if name in _WRITTEN else [_contents(one, name in _DATA_DIRECTORIES) for one in values]
-            found[f"--{name}"] = " ".join([repr(value), *filter(None, contents)])
-    return found | configuration.bindings() | _describe_software()
+            contents = [] if name in _OUTPUTS else [_contents(v, name in _DATA_DIRECTORIES) for v in values]
+            description[f"--{name}"] = " ".join([repr(value), *filter(None, contents)])
+    return description | configuration.bindings() | _describe_software()
 
 
 def sampled_digest(path: str, blocks: int = 256, block: int = 1 << 16) -> str:
@@ -80,37 +81,35 @@ def _describe_software() -> dict[str, str]:
     """
     import jax
 
-    from t5x import __version__
-
-    found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}", "t5x": f"{__version__} {_code_of_t5x()}"}
+    major, minor = sys.version_info[:2]
+    software = {"Python": f"{major}.{minor}", "t5x": f"{__version__} {_code_of_t5x()}"}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            software[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found |= {f"code of {name}": digest for name, digest in _own_modules().items()}
-    found |= {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
+    software |= {f"code of {name}": digest for name, digest in _own_modules().items()}
+    software |= {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_LOCAL_XLA_FLAGS)]
-    return found | {"XLA_FLAGS": " ".join(sorted(flags)), "devices": jax.default_backend()}
+    return software | {"XLA_FLAGS": " ".join(sorted(flags)), "devices": jax.default_backend()}
 
 
 def _code_of_t5x() -> str:
-    root = os.path.dirname(os.path.abspath(__file__))
     total = hashlib.sha256()
-    for directory, directories, names in os.walk(root):
+    for directory, directories, names in os.walk(PACKAGE):
         directories.sort()
         for path in (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py")):
-            total.update(f"{os.path.relpath(path, root)} {digest_of(path)['sha256']}\n".encode())
+            total.update(f"{os.path.relpath(path, PACKAGE)} {digest_of(path)['sha256']}\n".encode())
     return total.hexdigest()[:16]
 
 
 def _own_modules() -> dict[str, str]:
-    found = {}
+    digests = {}
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
         top = name.partition(".")[0]
-        if top in _OTHER_MODULES or top in sys.stdlib_module_names or not path.endswith(".py"):
+        if top in _SKIPPED_MODULES or top in sys.stdlib_module_names or not path.endswith(".py"):
             continue
         if not any(part in path for part in ("site-packages", "dist-packages")) and os.path.isfile(path):
-            found[name] = digest_of(path)["sha256"][:16]
-    return found
+            digests[name] = digest_of(path)["sha256"][:16]
+    return digests

@@ -24,17 +24,17 @@ def flatten_state_dict(state_dict: State, keep_empty_nodes: bool = False) -> dic
 
 
 def get_name_tree(state_dict: State, keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """Return the state with the name of each leaf in its place."""
+    """Return the state with the name of each leaf as its value."""
     return unflatten_dict({path: "/".join(path) for path in flatten_dict(state_dict, keep_empty_nodes)})
 
 
 def intersect_state(state_dict: State, intersect_state_dict: State) -> dict[str, Any]:
     """Return the entries of `state_dict` that the other state has too."""
-    kept = flatten_state_dict(intersect_state_dict)
+    other = flatten_state_dict(intersect_state_dict)
     flat = flatten_state_dict(state_dict)
-    for name in flat.keys() - kept.keys():
+    for name in flat.keys() - other.keys():
         log.warning("%s is not restored: the checkpoint does not have it", name)
-    return unflatten_dict({name: leaf for name, leaf in flat.items() if name in kept}, sep="/")
+    return unflatten_dict({name: leaf for name, leaf in flat.items() if name in other}, sep="/")
 
 
 def merge_state(state_dict: State, from_scratch_state: State, overwrite: bool = False) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
-    stored, wanted = flatten_state_dict(ckpt_optimizer_state), flatten_state_dict(optimizer_state)
-    sources = AssignmentMap(assignment_map).sources(wanted, require_all_used=require_all_rules_match)
+    stored, expected = flatten_state_dict(ckpt_optimizer_state), flatten_state_dict(optimizer_state)
+    sources = AssignmentMap(assignment_map).sources(expected, require_all_used=require_all_rules_match)
     for name, old in sources.items():
         if old is not None and old not in stored:
             raise ValueError(
@@ -79,6 +79,6 @@ def apply_assignment_map(
                 f"{', '.join(sorted(stored))}."
             )
     renamed = {name: stored[old] for name, old in sources.items() if old is not None}
-    moved = set(sources.values()) - wanted.keys()
-    kept = {name: leaf for name, leaf in stored.items() if name not in sources and name not in moved}
-    return unflatten_dict(kept | renamed, sep="/")
+    moved = set(sources.values()) - expected.keys()
+    unmentioned = {name: leaf for name, leaf in stored.items() if name not in sources and name not in moved}
+    return unflatten_dict(unmentioned | renamed, sep="/")

@@ -48,7 +48,7 @@ class TpuDevice:
 
 
 def coords_to_idx(coords: Sequence[int], bounds: Sequence[int]) -> int:
-    """Return the number of a place in a grid; the first coordinate varies fastest.
+    """Return the index of a position in a grid; the first coordinate varies fastest.
 
     Example:
       >>> coords_to_idx((1, 2), (3, 4))
@@ -66,7 +66,7 @@ def make_devices(
     hosts = [size // part for size, part in zip(bounds, host_layout, strict=True)]
     devices = []
     for x, y, z, core in itertools.product(*map(range, bounds)):
-        host = [place // part for place, part in zip((x, y, z, core), host_layout, strict=True)]
+        host = [index // size for index, size in zip((x, y, z, core), host_layout, strict=True)]
         number = coords_to_idx((core, x, y, z), (nc, nx, ny, nz))
         process = coords_to_idx((host[3], *host[:3]), (hosts[3], *hosts[:3]))
         devices.append(TpuDevice(number, process, (x, y, z), core, kind))
@@ -190,8 +190,8 @@ def make_train_state_replicated(
 
 def _make_state(shape: Sequence[int], step: int, dtype: Any, sharding: Any) -> FlaxOptimTrainState:
     numbers = np.arange(np.prod(shape)).reshape(shape)
-    place = lambda factor: jax.device_put((factor * numbers).astype(dtype or jnp.float32), sharding)
-    params = {"bias": place(1), "kernel": place(2)}
+    put = lambda factor: jax.device_put((factor * numbers).astype(dtype or jnp.float32), sharding)
+    params = {"bias": put(1), "kernel": put(2)}
     return make_train_state_base(step=np.int32(step), params=params, param_states=jax.tree.map(lambda x: x, params))
 
 

@@ -17,20 +17,20 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError, check_at_least
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
-from t5x.trainer.checks import require_same_data, verify_matching_vocabs
+from t5x.trainer.checks import ContentCheck, require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ExternalBatches, as_loader, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.preemption import watch_for_preemption
-from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
+from t5x.trainer.restore import OnChangedData, RunState, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState, write_run_info
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,8 @@ def train(
         loader = as_loader(batches)
         if not isinstance(loader, ExternalBatches):
             closing.enter_context(loader)
-        fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
+        fingerprint = loader.start_fingerprint() if hasattr(loader, "start_fingerprint") else None
+        content = ContentCheck(loader, fingerprint)
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
         shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, loader.peek)
@@ -166,6 +167,8 @@ def train(
         first_step = int(state.step)
         if run.data is not None:
             resume_data(loader, run.data, fingerprint, on_changed_data)
+        if content.is_quick:
+            content.require_same()
         all_actions.restore(run.actions)
         if relative_steps is not None:
             total_steps = run.first_step + relative_steps
@@ -281,9 +284,11 @@ def train(
                     writer.flush()
                 if save_cfg is None:
                     return
-                data = position_of_all(position, fingerprint, patience=5 if stop else None)
+                patience = 5 if stop else None
+                content.require_same(patience)
+                data = position_of_all(position, fingerprint if leader else None, patience)
                 ending = None if ended is None else str(ended)
-                now = Run(run.first_step, data, lines.unfinished(step), all_actions.state(), ending)
+                now = RunState(run.first_step, data, lines.unfinished(step), all_actions.state(), ending)
                 tree = save_cfg.tree_to_save(trainer.train_state.state_dict())
                 store.save(step, tree, sidecars=files | now.sidecars())
 

@@ -122,7 +122,7 @@ class FlaxOptimTrainState(TrainState):
     def apply_gradient(
         self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
     ) -> "FlaxOptimTrainState":
-        """Return the state after one step of the optimizer; mutables are replaced by those given, or emptied."""
+        """Return the state after one step of the optimizer; the mutables are those passed, or empty."""
         params, states = self.optimizer_def.take_step(
             grads, self.param_states, self.params, self.logical_axes(), step=self.step, learning_rate=learning_rate
         )
@@ -183,5 +183,5 @@ def split_variables(variables: Mapping[str, Any]) -> tuple[Tree, Tree, Tree, Tre
     others = {name: tree for name, tree in variables.items() if name not in ("params", "params_axes")}
     axes = {name.removesuffix("_axes"): tree for name, tree in others.items() if name.endswith("_axes")}
     mutables = {name: tree for name, tree in others.items() if not name.endswith("_axes")}
-    same = lambda tree: like(variables, tree)
-    return variables["params"], variables.get("params_axes"), same(mutables), same(axes) if axes else None
+    mutables_axes = like(variables, axes) if axes else None
+    return variables["params"], variables.get("params_axes"), like(variables, mutables), mutables_axes

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -28,7 +28,6 @@ _HINTS = {
     "tensorflow_datasets": f"{_INSTALL_TF}.",
     "tensorflow_text": f"{_INSTALL_TF}.",
 }
-_T5_TASKS = ("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks")  # have a replacement
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -38,20 +37,20 @@ class _Finder:
     Attributes:
       directories: where to look, in this order.
       named: top-level modules that the user asks for.
-      found: modules found in the directories: named ones, and those that they import.
+      loaded: modules found in the directories: named ones, and those that they import.
     """
 
     def __init__(self):
         self.directories: list[str] = []
         self.named: set[str] = set()
-        self.found: set[str] = set()
+        self.loaded: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if path is not None or not (name in self.named | self.found or _importing_package() in self.found):
+        if path is not None or not (name in self.named | self.loaded or _importing_package() in self.loaded):
             return None
         spec = PathFinder.find_spec(name, self.directories)
         if spec is not None:
-            self.found.add(name)
+            self.loaded.add(name)
         return spec
 
     def allow(self, directories: Iterable[str]) -> None:
@@ -75,19 +74,20 @@ def _importing_package() -> str:
     return ""
 
 
-def import_module(name: str) -> ModuleType:
+def import_module(name: str, fallbacks: Mapping[str, str]) -> ModuleType:
     """Import a module that the user names: an installed one, or else one in the working directory.
 
-    The tasks of the package t5 are replaced by ours if it, or a package that it needs, is not installed.
+    Args:
+      fallbacks: modules that are replaced by another if they, or packages that they need, are not installed.
     """
     allow(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if name not in _T5_TASKS:
+        if name not in fallbacks:
             raise
-        logger.info("%s needs %s, which is not installed: using t5x.examples.t5_tasks instead", name, error.name)
-        return importlib.import_module("t5x.examples.t5_tasks")
+        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, fallbacks[name])
+        return importlib.import_module(fallbacks[name])
 
 
 def allow(name: str, *directories: str) -> None:
@@ -105,7 +105,7 @@ def install_hint(module: str | None) -> str:
 
 def trust(module: str) -> None:
     """Let a module that was loaded from a file import others from the users' directories."""
-    _finder.found.add(module)
+    _finder.loaded.add(module)
 
 
 def directories() -> Sequence[str]:
@@ -115,12 +115,12 @@ def directories() -> Sequence[str]:
 
 def snapshot() -> tuple[list[str], list[str]]:
     """Return the state with which `restore` finds the same modules in another process."""
-    return list(_finder.directories), sorted(_finder.found)
+    return list(_finder.directories), sorted(_finder.loaded)
 
 
 def restore(state: tuple[list[str], list[str]]) -> None:
     """Find the same modules as the process that took the `snapshot`."""
-    places, found = state
-    _finder.found.update(found)
-    if places:
-        _finder.allow(places)
+    paths, modules = state
+    _finder.loaded.update(modules)
+    if paths:
+        _finder.allow(paths)

@@ -28,7 +28,7 @@ os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / 
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x import user_modules
-from t5x.startup import enable_compilation_cache
+from t5x.partitioning.process_setup import enable_compilation_cache
 from tests import commands, disks, slow_variants
 
 enable_compilation_cache()

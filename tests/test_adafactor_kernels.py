@@ -1,15 +1,17 @@
 """Adafactor's GPU kernels against float64 NumPy; on a GPU with T5X_TEST_PLATFORM=cuda, elsewhere interpreted."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x import adafactor
 from t5x.adafactor import Adafactor, FactorDim, HParamMap
+from t5x.kernels.ops import use
 from t5x.optimizers import adafactor_kernels
+from tests.kernels.simulated import nvidia
 from tests.reference import adafactor_numpy
 
 PARAMETERS = {
@@ -29,7 +31,7 @@ STEPS = 10
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[int, ...]]:
+def calls(monkeypatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the parameters that kernels update, as on one NVIDIA GPU; elsewhere they are interpreted."""
     shapes = []
 
@@ -40,9 +42,8 @@ def calls(monkeypatch) -> list[tuple[int, ...]]:
     for name in ("update_matrix", "update_vector"):
         kernel = getattr(adafactor_kernels, name)
         monkeypatch.setattr(adafactor_kernels, name, functools.partial(recorded, kernel))
-    monkeypatch.setattr(adafactor, "runs_triton", lambda: True)
-    monkeypatch.setattr(adafactor, "device_count", lambda: 1)
-    return shapes
+    with use(nvidia()):
+        yield shapes
 
 
 def gradients(step: int) -> dict[str, np.ndarray]:
@@ -126,9 +127,14 @@ def test_other_settings_are_left_to_xla(calls, options):
     assert not calls
 
 
-def test_several_devices_are_left_to_xla(calls, monkeypatch):
-    monkeypatch.setattr(adafactor, "device_count", lambda: 2)
-    assert Adafactor()._kernel_settings(0.1) is None
+def test_several_devices_are_left_to_xla(calls):
+    params, axes = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}
+    optimizer = Adafactor()
+    update = functools.partial(optimizer.update, params, optimizer.init(params, axes), params, axes)
+    for count, kernels in ((2, 0), (1, 1)):
+        with use(nvidia(count=count)):
+            jax.eval_shape(lambda: update(step=jnp.int32(0), learning_rate=jnp.float32(0.1)))
+        assert len(calls) == kernels
 
 
 def test_other_parameters_and_rates_are_left_to_xla(calls):
@@ -162,7 +168,7 @@ def test_sizes_that_a_program_can_add_up(shape, fits):
 def test_kernels_lower_for_a_gpu_and_pass_nan_on(name):
     """In Triton, the maximum of NaN and a number is the number; the interpreter does not show it."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    settings = adafactor_kernels.Settings(1e-30, 1e-3, 1.0)
+    settings = adafactor_kernels.KernelSettings(1e-30, 1e-3, 1.0)
     if name == "update_vector":
         arrays, options = [array(768)] * 3, {}
     else:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import jax
 import pytest
 import tqdm
 
-from t5x import startup
-from t5x.verbs import inspect
+import t5x as t5x_package
+from t5x import cli, startup
+from t5x.verbs import GIN_ENTRY_POINTS, SCRIPTS, VERBS, import_verb, inspect
 from tests.programs import REPO, SMALL, environment, start_python, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
@@ -51,6 +53,19 @@ def test_help_needs_hardly_anything():
 def test_import_needs_no_jax():
     script = "import sys, t5x; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True)
+
+
+def test_every_name_in_the_verb_table_resolves():
+    for verb in (*VERBS, *SCRIPTS):
+        assert callable(import_verb(verb).define) and callable(import_verb(verb).run)
+    for name, path in GIN_ENTRY_POINTS.items():
+        assert pkgutil.resolve_name(path).__name__ == name
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"t5x {t5x_package.__version__}\n"
 
 
 @pytest.mark.parametrize("program", [["-m", "t5x.train"], ["t5x/train.py"]])
@@ -99,7 +114,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, run_here, tmp_path):
+def test_a_mistake_gets_one_message_that_says_how_to_fix_it(mistake, run_here, tmp_path):
     arguments, expected = MISTAKES[mistake]
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
@@ -116,7 +131,7 @@ def test_gin_is_refused_where_nothing_reads_it(run_here):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_standard_output_is_told(unbuffered, tmp_path):
+def test_a_full_standard_output_is_reported(unbuffered, tmp_path):
     (tmp_path / "qrels").write_text("q 0 d 1\n")
     (tmp_path / "run").write_text("q Q0 d 1 9.5 x\n")
     command = [sys.executable, "-m", "t5x", "rank-eval", "--qrels=qrels", "run"]
@@ -294,7 +309,7 @@ def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says
     program = """
 import jax, jax.numpy as jnp
 from t5x import cli
-from t5x.verbs import bench
+from t5x.verbs import doctor
 from t5x.verbs.arguments import work_begins
 import signal
 
@@ -312,8 +327,8 @@ def run(args):
     lowered.compile()
     print("compiled", flush=True)
 
-bench.run = run
-cli.main(["bench", "train"])
+doctor.run = run
+cli.main(["doctor"])
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     child = start_python("-c", program, cwd=REPO, env=environment(), **pipes)

@@ -15,7 +15,7 @@ from t5x import convert as conversion
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
-from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import load_model
 from t5x.convert import convert
@@ -54,7 +54,7 @@ def training_state(**changes) -> dict[str, np.ndarray]:
     """Random parameters of CONFIG, and Adafactor's state for them."""
     rng = np.random.default_rng(0)
     arrays = {}
-    for parameter in parameters(CONFIG | changes):
+    for parameter in t5_parameters(CONFIG | changes):
         arrays[parameter.name] = rng.standard_normal(parameter.shape, np.float32)
         path = parameter.name.removeprefix("target/")
         for slot, zeros in Adafactor().init({path: arrays[parameter.name]}, {path: None})[path].items():

@@ -10,7 +10,7 @@ import pytest
 
 from t5x.checkpoints import families, tree
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network
@@ -30,7 +30,7 @@ ALONE = SIZES | {"num_layers": 3, "mlp_activations": ("gelu", "linear"), "logits
 
 
 def params() -> dict[str, np.ndarray]:
-    return {p.name: np.ones(p.shape, np.float32) for p in parameters(CONFIG)}
+    return {p.name: np.ones(p.shape, np.float32) for p in t5_parameters(CONFIG)}
 
 
 def params_alone(**changes) -> dict[str, np.ndarray]:

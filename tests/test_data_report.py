@@ -17,7 +17,7 @@ from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.errors import UserError
 from t5x.verbs.data import parse_lengths
 from t5x.verbs.data_report import DataReport, joined_pieces, packed_rows, token_names
-from t5x.verbs.text_page import Page, width_of
+from t5x.verbs.text_page import TextPage, width_of
 from tests.programs import REPO
 
 BYTES = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}
@@ -30,7 +30,7 @@ def task(examples, steps=TOKENIZE, name="mine", features=BYTES) -> data.Task:
 
 def lines_of(found, *, count: int = 1, lines: list[str] | None = None, **options) -> list[str]:
     lines = [] if lines is None else lines
-    DataReport(Page(80, write=lines.append), found, **{"pack": True, **options}).write(count)
+    DataReport(TextPage(80, write=lines.append), found, **{"pack": True, **options}).write(count)
     return lines
 
 
@@ -192,7 +192,7 @@ def test_token_names_of_bytes():
 @pytest.mark.parametrize("numbers", [[0, 1], [3, 3, 900], range(1000), [10**6, 10**6 + 5]])
 def test_a_histogram_counts_every_number_once(numbers):
     lines = []
-    Page(60, write=lines.append).histogram(np.asarray(numbers))
+    TextPage(60, write=lines.append).histogram(np.asarray(numbers))
     assert sum(int(line.split()[-1].replace(",", "")) for line in lines) == len(numbers)
     assert len(lines) <= 13 and all(len(line) <= 60 for line in lines)
     first, last = (re.match(r" *(\d+)(?:-(\d+))?", line) for line in (lines[0], lines[-1]))

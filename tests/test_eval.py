@@ -25,7 +25,7 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
-from t5x.trainer.restore import Run
+from t5x.trainer.restore import RunState
 from t5x.verbs import results_table
 from tests import tiny
 from tests.commands import run
@@ -50,7 +50,7 @@ def model_dir(tmp_path_factory):
     with CheckpointStore(directory) as store:
         for step in range(3):
             state = tiny.random_state(layout, seed=step, step=step)
-            store.save(step, state.state_dict(), sidecars=sidecars(model, None) | Run(0).sidecars())
+            store.save(step, state.state_dict(), sidecars=sidecars(model, None) | RunState(0).sidecars())
     return directory
 
 

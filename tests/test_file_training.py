@@ -25,6 +25,7 @@ from t5x.verbs import file_options
 from t5x.verbs.file_options import FileTraining
 from t5x.verbs.file_training import train_file
 from t5x.verbs.inspect import canonical_params, params_sha256
+from t5x.verbs.verb_parser import passed_options
 from tests import commands
 from tests.inference.models import byte_model, texts
 
@@ -174,7 +175,7 @@ def test_a_native_checkpoint_and_a_hugging_face_one_are_understood(files, tmp_pa
     assert not Path("run").exists(), "a dry run writes nothing"
 
 
-def test_a_vocabulary_is_told_by_its_name():
+def test_a_vocabulary_is_recognised_by_its_name():
     assert vocabulary_named("bytes").load() == data.ByteVocabulary()
     with pytest.raises(UserError, match=r"--vocabulary words\.txt"):
         vocabulary_named("words.txt")
@@ -389,7 +390,7 @@ def test_the_command_can_be_typed_again():
     expected = {"data": "my file.tsv", "steps": 3, "model_dir": "run", "skip_bad_examples": True, "size": "small"}
     assert file_options.check(args) == FileTraining(**expected)
     options = "--data 'my file.tsv' --size small --model_dir run --steps 3 --skip_bad_examples"
-    command = file_options.command("train", file_options.given(args, FileTraining), args.gin_bindings)
+    command = file_options.command("train", passed_options(args, FileTraining), args.gin_bindings)
     assert command.startswith(f"t5x train {options} ")
     assert shlex.split(command)[-1] == "--gin_bindings=A = 'b c'"
 

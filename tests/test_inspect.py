@@ -88,7 +88,7 @@ def test_the_newest_checkpoint_of_a_model_dir_is_taken(tmp_path, checkpoints, ca
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_what_is_no_checkpoint(tmp_path, capsys, name):
+def test_a_path_without_a_checkpoint_raises_user_error(tmp_path, capsys, name):
     (tmp_path / "empty").mkdir()
     run(capsys, "inspect", tmp_path / name).refused(str(tmp_path / name))
 

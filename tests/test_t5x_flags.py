@@ -63,7 +63,7 @@ def test_check_reports_all_errors_at_once(run_here):
     result.refused("eval_perod", "eval_period", "DatasetCfg", "2 problems")
 
 
-def test_check_names_what_is_required(run_here):
+def test_check_lists_required_values(run_here):
     run_here("check", "t5x/configs/runs/finetune.gin", "t5x/examples/t5/t5_1_1/small.gin").refused(
         "MODEL_DIR", "MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS", "TRAIN_STEPS", "INITIAL_CHECKPOINT_PATH"
     )

@@ -29,12 +29,12 @@ import tensorstore as ts
 from etils import epath
 
 from t5x.checkpoints import ocdbt
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, check_expansion, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, Malformed, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.checkpoints.ocdbt import Place
+from t5x.checkpoints.ocdbt import ByteRange
+from t5x.checkpoints.paths import open_files
 from t5x.files.remote import is_remote
 from t5x.files.remote_errors import access_error
 from t5x.files.system_errors import first_line, tensorstore_status
@@ -76,29 +76,29 @@ class StoredArrays:
             files_bytes = sum(entry.size for entry in open_files(directory).list().values())
             check_expansion(directory, self.shapes.values(), files_bytes)
 
-    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Read the wanted arrays, and no others.
+    def read(self, requested: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Read the requested arrays, and no others.
 
         Args:
-          wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
+          requested: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
             shard; one without becomes a NumPy array. A dtype other than the stored one casts.
         """
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in requested.values())
         memory = _Memory(min(size, _BLOCK_BYTES))
-        result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
+        result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in requested.items() if 0 in leaf.shape}
         reading: collections.deque[tuple[dict[str, _ArrayMemory], Future[None]]] = collections.deque()
         ahead = 0  # bytes of the batches in flight
         threads = _REMOTE_BATCHES if is_remote(self._directory) else min(8, os.cpu_count() or 1)
         with _read_errors(self._directory), ThreadPoolExecutor(threads, thread_name_prefix="t5x-read") as pool:
-            for names in self._batches([name for name in wanted if name not in result]):
-                batch = {name: _ArrayMemory(wanted[name], memory) for name in names}
+            for names in self._batches([name for name in requested if name not in result]):
+                batch = {name: _ArrayMemory(requested[name], memory) for name in names}
                 reading.append((batch, pool.submit(self._fill, batch)))
                 ahead += sum(array.nbytes for array in batch.values())
                 while ahead > _READ_AHEAD_BYTES:
                     ahead -= self._finish(reading, result)
             while reading:
                 self._finish(reading, result)
-        return {name: result[name] for name in wanted}
+        return {name: result[name] for name in requested}
 
     def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
         with _Files(self._directory) as files:
@@ -213,16 +213,16 @@ class _ChunkedArray:
     directory: epath.PathLike
     prefix: str
     metadata: zarr_arrays.Metadata
-    values: Mapping[str, bytes | Place]
+    values: Mapping[str, bytes | ByteRange]
 
     @property
     def leaf(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.metadata.shape, self.metadata.dtype)
 
-    def place(self) -> Place:
+    def place(self) -> ByteRange:
         """Return the array's approximate position, to read neighbouring arrays together."""
         value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.metadata.shape)))
-        return value if isinstance(value, Place) else Place("", 0, 0)
+        return value if isinstance(value, ByteRange) else ByteRange("", 0, 0)
 
     def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
         """Return a function that fills the shards. Each chunk is read once, however many shards overlap it."""
@@ -242,24 +242,24 @@ class _ChunkedArray:
                 within: tuple[slice | EllipsisType, ...] = (*of_shard, ...)
                 key = self.prefix + self.metadata.chunk_name(index)
                 uses.setdefault(key, []).append((shard[within], tuple(of_chunk)))
-        for key, wanted in uses.items():
-            self._read_chunk(key, wanted, files)
+        for key, destinations in uses.items():
+            self._read_chunk(key, destinations, files)
 
-    def _read_chunk(self, key: str, wanted: list[tuple[np.ndarray, tuple[slice, ...]]], files: "_Files") -> None:
+    def _read_chunk(self, key: str, destinations: list[tuple[np.ndarray, tuple[slice, ...]]], files: "_Files") -> None:
         value, size = self.values.get(key), self.metadata.chunk_bytes
         if value is None:
             raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
-        found = value.size if isinstance(value, Place) else len(value)
-        if found != size:
-            raise DamagedCheckpoint(self.directory, f"the chunk {key} has {found} bytes instead of {size}")
-        destination, _ = wanted[0]
-        whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
-        if isinstance(value, Place) and whole and destination.flags.c_contiguous:
+        actual = value.size if isinstance(value, ByteRange) else len(value)
+        if actual != size:
+            raise DamagedCheckpoint(self.directory, f"the chunk {key} has {actual} bytes instead of {size}")
+        destination, _ = destinations[0]
+        whole = len(destinations) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
+        if isinstance(value, ByteRange) and whole and destination.flags.c_contiguous:
             files.read_into(value, destination.reshape(-1).view(np.uint8))
             return
-        content = files.read(value) if isinstance(value, Place) else np.frombuffer(value, np.uint8)
+        content = files.read(value) if isinstance(value, ByteRange) else np.frombuffer(value, np.uint8)
         chunk = content.view(self.metadata.dtype).reshape(self.metadata.chunks)
-        for destination, elements in wanted:
+        for destination, elements in destinations:
             destination[...] = chunk[elements]
 
 
@@ -273,8 +273,8 @@ class _TensorStoreArray:
     def leaf(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype.numpy_dtype)
 
-    def place(self) -> Place:
-        return Place("", 0, 0)
+    def place(self) -> ByteRange:
+        return ByteRange("", 0, 0)
 
     def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
         """Start to read; return a function that waits and fills the shards."""
@@ -304,23 +304,23 @@ def _open_arrays(
     except (AttributeError, KeyError, TypeError) as error:  # a TensorStore version with another output
         log.debug("The positions of the chunks of %s are unknown: %r", directory, error)
         values = {}
-    found: dict[str, _ChunkedArray | _TensorStoreArray] = {}
+    opened: dict[str, _ChunkedArray | _TensorStoreArray] = {}
     with _Files(directory) as files:
         for name, prefix in prefixes.items():
             value = values.get(prefix + zarr_arrays.METADATA_FILE)
-            if isinstance(value, Place):
+            if isinstance(value, ByteRange):
                 value = files.read(value._replace(size=min(value.size, zarr_arrays.MAX_METADATA_BYTES + 1))).tobytes()
-            with contextlib.suppress(zarr_arrays.Malformed):
+            with contextlib.suppress(Malformed):
                 metadata = None if value is None else zarr_arrays.parse_metadata(value)
                 if metadata is not None and metadata.codec is None and metadata.order == "C":
-                    found[name] = _ChunkedArray(directory, prefix, metadata, values)
-    if others := {name: prefix for name, prefix in prefixes.items() if name not in found}:
+                    opened[name] = _ChunkedArray(directory, prefix, metadata, values)
+    if others := {name: prefix for name, prefix in prefixes.items() if name not in opened}:
         log.warning(
             "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
             "several times as long.", len(others), len(prefixes), directory,
         )  # fmt: skip
-        found |= _open_with_tensorstore(directory, others)
-    return found
+        opened |= _open_with_tensorstore(directory, others)
+    return opened
 
 
 def _open_with_tensorstore(directory: epath.PathLike, prefixes: Mapping[str, str]) -> dict[str, _TensorStoreArray]:
@@ -336,13 +336,13 @@ class _Files(contextlib.ExitStack):
         self._directory = directory
         self._opened: dict[str, tuple[int, int]] = {}  # descriptor and size
 
-    def read(self, place: Place) -> np.ndarray:
+    def read(self, place: ByteRange) -> np.ndarray:
         """Return the bytes at a place as a uint8 array."""
         content = np.empty(place.size, np.uint8)
         self.read_into(place, content)
         return content
 
-    def read_into(self, place: Place, memory: np.ndarray) -> None:
+    def read_into(self, place: ByteRange, memory: np.ndarray) -> None:
         """Fill `memory`, a uint8 array of the place's size."""
         try:
             if place.path not in self._opened:

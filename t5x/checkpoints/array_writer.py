@@ -20,9 +20,9 @@ from jax.sharding import SingleDeviceSharding
 from t5x.checkpoints import array_reader, ocdbt
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.array_reader import EMPTY, METADATA, stored_name
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.save_errors import VanishedFiles
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
@@ -121,9 +121,9 @@ def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStru
         "custom_metadata": {EMPTY: empty},
     }  # fmt: skip
     files = open_files(directory)
-    files.write(METADATA, json.dumps(content).encode())
+    files.create(METADATA, json.dumps(content).encode())
     if is_remote(directory):
-        files.write(_COMMITTED, b"")
+        files.create(_COMMITTED, b"")
     try:
         if missing := shapes.keys() - array_reader.read_shapes(directory).keys():
             raise ValueError(f"{min(missing)} is missing")

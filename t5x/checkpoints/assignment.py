@@ -66,10 +66,10 @@ class AssignmentMap:
         decided: dict[str, str | None] = {}
         for number, name in enumerate([*names, *also]):
             for index, (pattern, replacement) in enumerate(self._rules):
-                if found := _apply(pattern, replacement, name):
+                if result := _apply(pattern, replacement, name):
                     unused.pop(index, None)
                     if number < len(names):
-                        decided[name] = found[0]
+                        decided[name] = result[0]
                     break
         if unused and require_all_used:
             listed = ", ".join(repr(pattern.pattern) for pattern, _ in unused.values())
@@ -82,7 +82,7 @@ class AssignmentMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class RestoreRules:
     """How a checkpoint may be adapted to the model; see `RestoreCheckpointConfig` for the fields.
 
     Attributes:

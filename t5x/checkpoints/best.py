@@ -114,9 +114,9 @@ class Ranking:
         misspelt = False
         for path, name in self._places():
             records = [record for record, _ in jsonl.read(path)]
-            found = {record["step"]: float(record[name]) for record in records if name in record and "step" in record}
-            if found:
-                return found
+            values = {record["step"]: float(record[name]) for record in records if name in record and "step" in record}
+            if values:
+                return values
             if records:
                 misspelt = True
                 self._warn_missing(path, name, records)

@@ -18,11 +18,11 @@ import jax
 from etils import epath
 
 from t5x.checkpoints import model_dir_lock, paths, remote_reading, remote_writing, save_errors
-from t5x.checkpoints.checkpoint_files import open_files
+from t5x.checkpoints.paths import open_files
 from t5x.errors import UserError
 from t5x.files import atomic, object_stores
-from t5x.files.directories import upload_directory
 from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_directory import upload_directory
 from t5x.files.remote_errors import explained
 
 _logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class ObjectStorePlace:
 
     def begin(self, step: int, needed: int) -> str:
         self._make_room(step)
-        open_files(self.path(step)).write(paths.UNFINISHED, b"")
+        open_files(self.path(step)).create(paths.UNFINISHED, b"")
         return self.path(step)
 
     def flush(self, directory: str, hashed: Container[str]) -> None:
@@ -230,7 +230,7 @@ class StagedPlace(ObjectStorePlace):
         return target
 
     def publish(self, target: str, step: int) -> None:
-        open_files(self.path(step)).write(paths.UNFINISHED, b"")
+        open_files(self.path(step)).create(paths.UNFINISHED, b"")
         remote_writing.upload(target, RemotePath.parse(self.path(step)), lambda: model_dir_lock.renew(self.directory))
         super().publish(self.path(step), step)
         self._local.pop(target).close()
@@ -255,7 +255,7 @@ def open_place(directory: epath.PathLike) -> LocalPlace | ObjectStorePlace:
 
 
 def _name_aside(path: epath.PathLike, step: int) -> str:
-    purpose = "damaged" if open_files(path).has(paths.MANIFEST) else "foreign"
+    purpose = "damaged" if open_files(path).exists(paths.MANIFEST) else "foreign"
     name = paths.unique_name(step, purpose)
     _logger.warning("%s is %s; keeping it as %s", path, purpose, name)
     return name

@@ -44,13 +44,13 @@ def _read(path: epath.PathLike, abstract_tree: Any) -> Any:
     if abstract_tree is None:
         return trees.nest(stored.read(stored.shapes))
 
-    wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
-    sections = {trees.section(name) for name in wanted}
+    requested = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
+    sections = {trees.section(name) for name in requested}
     relevant = {name: leaf for name, leaf in stored.shapes.items() if trees.section(name) in sections}
-    if table := trees.difference_by_name(wanted, relevant):
+    if table := trees.difference_by_name(requested, relevant):
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
-    _log_casts(path, wanted, stored.shapes)
-    leaves = stored.read(wanted)
+    _log_casts(path, requested, stored.shapes)
+    leaves = stored.read(requested)
     return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves.values())
 
 
@@ -70,8 +70,8 @@ def _state_directory(path: epath.PathLike) -> str:
     return f"{paths.location(path)}/{paths.STATE}"
 
 
-def _log_casts(path: epath.PathLike, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    casts = sorted({(found[name].dtype.name, leaf.dtype.name) for name, leaf in wanted.items()})
+def _log_casts(path: epath.PathLike, requested: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    casts = sorted({(shapes[name].dtype.name, leaf.dtype.name) for name, leaf in requested.items()})
     for stored, asked in casts:
         if stored != asked:
             _logger.info("%s: casting %s arrays to %s", path, stored, asked)

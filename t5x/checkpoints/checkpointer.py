@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x.checkpoints import paths, t5x_functions, transfer, tree
-from t5x.checkpoints.assignment import Rules
+from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.best import BestRule, Ranking
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.manifest import read_file
@@ -122,10 +122,11 @@ class Checkpointer:
             path = t5x_functions.get_checkpoint_dir(path, step)
         if self._dataset_iterator is not None:
             self._dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
-        state = self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
+        rules = RestoreRules(state_transformation_fns=tuple(state_transformation_fns))
+        state = self._restore(path, rules, fallback_state)
         return jax.tree.map(lambda x: LazyArray(x.shape, x.dtype, lambda: x), state) if lazy_parameters else state
 
-    def _restore(self, path: str, rules: Rules, fallback_state: Any = None) -> Any:
+    def _restore(self, path: str, rules: RestoreRules, fallback_state: Any = None) -> Any:
         shapes, specs = self._train_state.replace(flax_mutables={}), self._partitioner.get_mesh_axes(self._train_state)
         mesh_axes = specs.replace(flax_mutables={}).state_dict()
 
@@ -144,7 +145,7 @@ class Checkpointer:
         if fallback_state is not None:
             flat = tree.flatten(fallback_state)
             initial = lambda names: {name: jnp.asarray(flat[name]) for name in names if name in flat}
-            rules = Rules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
+            rules = RestoreRules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
         axes = jax.tree.map(lambda _: None, abstract)
         return self._train_state.restore_state(transfer.restore(source, abstract, axes, rules=rules, initial=initial))
 
@@ -152,7 +153,7 @@ class Checkpointer:
         """Return the state of a Mesh TensorFlow checkpoint; `strict=False` ignores variables that the model lacks."""
         if translator is not None:
             raise UserError("translator is not supported: rename variables with state_transformation_fns of restore.")
-        return self._restore(path_or_dir, Rules(strict=strict))
+        return self._restore(path_or_dir, RestoreRules(strict=strict))
 
     def convert_from_tf_checkpoint(
         self,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x.checkpoints import tree
-from t5x.checkpoints.assignment import AssignmentMap, Rules
+from t5x.checkpoints.assignment import AssignmentMap, RestoreRules
 from t5x.checkpoints.best import BestRule
 from t5x.checkpoints.checkpointer import SaveBestCheckpointer
 from t5x.checkpoints.t5x_functions import transform_to_save
@@ -154,10 +154,10 @@ class RestoreCheckpointConfig:
         log_ignored("utils.RestoreCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RestoreRules:
         """How a checkpoint is adapted; projects set `strict` and others after they create the configuration."""
         functions = tuple(self.state_transformation_fns)
-        return Rules(AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch, functions)
+        return RestoreRules(AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch, functions)
 
     def single_path(self) -> str:
         """Return the path; raise a UserError if it, or the mode, names several checkpoints."""

@@ -108,14 +108,14 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     from t5x.checkpoints.formats.huggingface import tensor_names
 
     if not is_decoder_only(config):
-        return {parameter.name: parameter for parameter in tensor_names.parameters(config)}
+        return {parameter.name: parameter for parameter in tensor_names.t5_parameters(config)}
     towers = {**config, "num_encoder_layers": 0, "num_decoder_layers": config["num_layers"]}
-    found = {}
-    for parameter in tensor_names.parameters(towers):
+    parameters = {}
+    for parameter in tensor_names.t5_parameters(towers):
         name = parameter.name.replace("target/token_embedder/", "target/decoder/token_embedder/")
         if name.startswith("target/decoder/") and not re.search("/(encoder_decoder|pre_cross)_attention", name):
-            found[name] = dataclasses.replace(parameter, name=name)
-    return found
+            parameters[name] = dataclasses.replace(parameter, name=name)
+    return parameters
 
 
 def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
@@ -145,7 +145,7 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
 
 
 def _count_layers(names: Mapping[str, Any], tower: str) -> int:
-    found = {int(m.group(1)) for name in names if (m := re.match(rf"{tower}/layers_(\d{{1,6}})/", name))}
-    if gaps := [number for number in range(len(found)) if number not in found]:
+    layers = {int(m.group(1)) for name in names if (m := re.match(rf"{tower}/layers_(\d{{1,6}})/", name))}
+    if gaps := [number for number in range(len(layers)) if number not in layers]:
         raise UserError(f"its arrays are not all of a T5: {tower}/layers_{gaps[0]} is missing.")
-    return len(found)
+    return len(layers)

@@ -49,13 +49,13 @@ def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[st
 
 
 def arranged(
-    arrays: Mapping[str, LazyArray], wanted: Mapping[str, Any], axes: Mapping[str, Sequence[str | None] | None]
+    arrays: Mapping[str, LazyArray], requested: Mapping[str, Any], axes: Mapping[str, Sequence[str | None] | None]
 ) -> dict[str, LazyArray]:
     """Return canonical arrays in the layout of a network.
 
     Args:
       arrays: see `canonical`.
-      wanted: the network's names; a stacked array is assembled from its layers.
+      requested: the network's names; a stacked array is assembled from its layers.
       axes: logical axes by name, which give the position of `layers`.
 
     Returns:
@@ -63,7 +63,7 @@ def arranged(
     """
     result: dict[str, LazyArray] = {}
     used: set[str] = set()
-    for name in wanted:
+    for name in requested:
         root, path, slot = _split(name)
         if root is None or (match := _STACKED.match(path)) is None:
             if name in arrays:
@@ -133,10 +133,10 @@ def _join(root: str, path: str, slot: str | None) -> str:
 
 def _layers(root: str, tower: str, rest: str, slot: str | None, arrays: Mapping[str, LazyArray]) -> list[str]:
     """Return the canonical names of a stacked array's layers, from layer 0 to the first one missing."""
-    found: list[str] = []
-    while (name := _layer_name(root, tower, len(found), rest, slot, arrays)) is not None:
-        found.append(name)
-    return found
+    names: list[str] = []
+    while (name := _layer_name(root, tower, len(names), rest, slot, arrays)) is not None:
+        names.append(name)
+    return names
 
 
 def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:

@@ -20,8 +20,9 @@ from typing import BinaryIO
 from etils import epath
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.checkpoint_files import Entry, open_files
+from t5x.checkpoints.paths import open_files
 from t5x.errors import UserError
+from t5x.files.local import FileEntry
 from t5x.files.untrusted import parse_json
 
 FORMAT = "t5x"
@@ -82,11 +83,11 @@ def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord]
     entries = {name: entry for name, entry in files.list().items() if name not in (paths.PINNED, paths.UNFINISHED)}
     for name, record in hashed.items():
         if name not in entries or entries[name].size != record.size:
-            found = "is missing" if name not in entries else f"has {entries[name].size} bytes instead of {record.size}"
-            raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
+            size = f"has {entries[name].size} bytes instead of {record.size}" if name in entries else "is missing"
+            raise OSError(errno.ENOENT, f"{name} {size}", os.fspath(directory))
     others = {name: entry for name, entry in entries.items() if name not in hashed}
     manifest = Manifest(step, {**hash_files(directory, others), **hashed})
-    files.write(paths.MANIFEST, manifest.to_bytes())
+    files.create(paths.MANIFEST, manifest.to_bytes())
     return manifest
 
 
@@ -154,16 +155,16 @@ class Verification:
     def finish(self) -> None:
         """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
         try:
-            found = self._found.result()
+            hashes = self._found.result()
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
-        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
+        changed = [name for name in self._to_hash if hashes[name] != self._manifest.files[name]]
         problems = self._problems + [f"{name} has changed" for name in changed]
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
             raise self._damaged("; ".join(problems[:_MAX_LISTED]) + more)
 
-    def _check_sizes(self) -> tuple[list[str], dict[str, Entry]]:
+    def _check_sizes(self) -> tuple[list[str], dict[str, FileEntry]]:
         """Return (problems that show without reading the files, the files to be read)."""
         try:
             present = open_files(self._directory).list()
@@ -206,7 +207,7 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
 
 
 def hash_files(
-    directory: epath.PathLike, entries: Mapping[str, Entry], *, flush: bool = False
+    directory: epath.PathLike, entries: Mapping[str, FileEntry], *, flush: bool = False
 ) -> dict[str, FileRecord]:
     """Return the records of files.
 

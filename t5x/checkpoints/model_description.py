@@ -24,7 +24,7 @@ from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 
 GIN_FILE = "config.gin"
 
-_CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
+_RESUME_FIELDS = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
@@ -126,8 +126,8 @@ def _build_network(
     config_cls: type[TransformerConfig | T5Config]
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
-    given = config if dtype is None else {**config, "dtype": dtype}
-    network_config = config_cls(**{k: v for k, v in given.items() if k in known})
+    fields = config if dtype is None else {**config, "dtype": dtype}
+    network_config = config_cls(**{k: v for k, v in fields.items() if k in known})
     if isinstance(network_config, T5Config):
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
         return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)
@@ -158,7 +158,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     stored, here = read_description(path), describe(model)
     rows = []
     if same_classes:
-        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
+        rows += _differences("", *({name: d.get(name) for name in _RESUME_FIELDS} for d in (stored, here)))
     rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
     included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
@@ -166,7 +166,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
-        table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
+        table = "\n".join(f"  {name:<{width}}  checkpoint {saved}, this run {current}" for name, saved, current in rows)
         fix = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
         raise UserError(
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"

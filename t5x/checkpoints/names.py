@@ -34,14 +34,14 @@ def _public_checkpoints() -> dict[str, tuple[str, str]]:
     steps = {"t5_small": 1000000, "t5_base": 999900, "t5_large": 1000700, "t5_3B": 1000000, "t5_11B": 1000000}
     for size, step in zip(_SIZES, (1198000, 1184000, 1164000, 1138000, 1114000), strict=True):
         steps |= {f"t5_1_1_{size}": 1000000, f"t5_1_1_lm100k_{size}": 1100000, f"flan_t5_{size}": step}
-    found = {name: (f"{name}/checkpoint_{step}", _T5_VOCABULARY) for name, step in steps.items()}
+    checkpoints = {name: (f"{name}/checkpoint_{step}", _T5_VOCABULARY) for name, step in steps.items()}
     for size in _SIZES:
-        found[f"mt5_{size}"] = (f"mt5_{size}/checkpoint_1000000", _MT5_VOCABULARY)
-        found[f"mt5_lm_adapted_{size}"] = (f"mt5_lm_adapted/{size}/checkpoint_1100000", _MT5_VOCABULARY)
-        found[f"byt5_{size}"] = (f"byt5_{size}/checkpoint_1000000", "bytes")
+        checkpoints[f"mt5_{size}"] = (f"mt5_{size}/checkpoint_1000000", _MT5_VOCABULARY)
+        checkpoints[f"mt5_lm_adapted_{size}"] = (f"mt5_lm_adapted/{size}/checkpoint_1100000", _MT5_VOCABULARY)
+        checkpoints[f"byt5_{size}"] = (f"byt5_{size}/checkpoint_1000000", "bytes")
         if size != "large":
-            found[f"umt5_{size}"] = (f"umt5/{size}/checkpoint_1000000", _UMT5_VOCABULARY)
-    return found
+            checkpoints[f"umt5_{size}"] = (f"umt5/{size}/checkpoint_1000000", _UMT5_VOCABULARY)
+    return checkpoints
 
 
 PUBLIC_CHECKPOINTS = _public_checkpoints()
@@ -105,8 +105,8 @@ def suggestion(name: str) -> str:
         siblings = difflib.get_close_matches(last, os.listdir(directory or "."), n=3)
         near = [os.path.join(directory, sibling) for sibling in siblings]
     known = {model.rpartition("/")[2]: model for model in _HUB_MODELS} | {n: _PREFIX + n for n in PUBLIC_CHECKPOINTS}
-    near += [known[found] for found in difflib.get_close_matches(last, known, n=3, cutoff=0.8)]
-    near = [found for found in near if found != path][:3]
+    near += [known[match] for match in difflib.get_close_matches(last, known, n=3, cutoff=0.8)]
+    near = [match for match in near if match != path][:3]
     return f" Did you mean {_list(near)}?" if near else ""
 
 

@@ -24,10 +24,10 @@ _CONTEXT = {
     "cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128},
     "gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES,
 }  # fmt: skip
-_PLACE = re.compile(r"value:([^:]*):([^:]*):([0-9]+):([0-9]+)")
+_BYTE_RANGE = re.compile(r"value:([^:]*):([^:]*):([0-9]+):([0-9]+)")
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """The position of a value: the path of a file inside the directory, and a byte range of it."""
 
     path: str
@@ -104,7 +104,7 @@ def merge(directory: epath.PathLike, parts: Iterable[epath.PathLike]) -> None:
     transaction.commit_async().result()
 
 
-def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
+def locate(directory: epath.PathLike) -> dict[str, bytes | ByteRange]:
     """Return the values of a database by key: small ones themselves, the positions of others.
 
     Values that TensorStore describes in an unknown way are skipped.
@@ -116,7 +116,7 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
     files = object_stores.open_store(directory)
     newest = max(ts.ocdbt.dump(files).result()["versions"], key=lambda version: version["generation_number"])
     nodes = [("", newest["root"].get("location"))]
-    values: dict[str, bytes | Place] = {}
+    values: dict[str, bytes | ByteRange] = {}
     seen: set[str] = set()
     while nodes:
         prefix, location = nodes.pop()
@@ -128,8 +128,8 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
                 nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
             elif isinstance(value := entry.get("inline_value"), bytes):
                 values[prefix + entry["key"].decode()] = value
-            elif match := _PLACE.fullmatch(entry.get("indirect_value", "")):
-                values[prefix + entry["key"].decode()] = Place(match[1] + match[2], int(match[3]), int(match[4]))
+            elif match := _BYTE_RANGE.fullmatch(entry.get("indirect_value", "")):
+                values[prefix + entry["key"].decode()] = ByteRange(match[1] + match[2], int(match[3]), int(match[4]))
     return values
 
 

@@ -18,15 +18,20 @@ MODEL_DIR/
 import contextlib
 import os
 import re
-import stat
 from collections.abc import Iterator
 
 from etils import epath
 
 from t5x.errors import UserError
-from t5x.files import atomic, directories
+from t5x.files import atomic
+from t5x.files import directory as directory_files
+from t5x.files.directory import Directory
 from t5x.files.disk_space import human_size as human_size
-from t5x.files.remote import is_remote
+from t5x.files.local import LocalDirectory
+from t5x.files.local import walk as walk
+from t5x.files.local import write_file as write_file
+from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_directory import RemoteDirectory
 from t5x.files.system_errors import errno_of, first_line
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
 
@@ -98,40 +103,24 @@ def is_set_aside(path: epath.PathLike) -> bool:
     return re.fullmatch(_STEP + r"\.damaged-.+", os.path.basename(os.fspath(path))) is not None
 
 
+def open_files(path: epath.PathLike) -> Directory:
+    """Return the files of the checkpoint at a local path or URL. They are untrusted: nothing outside it is opened."""
+    path = location(path)
+    return RemoteDirectory(RemotePath.parse(path)) if is_remote(path) else LocalDirectory(path, follow_links=False)
+
+
 def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
     """Create a local directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
-    return epath.Path(directories.make_directory(local_path(directory), name))
+    return epath.Path(directory_files.make_directory(local_path(directory), name))
 
 
 def make_model_dir(directory: epath.PathLike) -> epath.Path:
     return make_directory(directory, "MODEL_DIR")
 
 
-def walk(directory: epath.PathLike) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (path relative to `directory`, lstat) of everything below it but directories; links are not followed."""
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        with os.scandir(os.path.join(directory, prefix)) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                relative = prefix + entry.name
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode):
-                    pending.append(relative + "/")
-                else:
-                    yield relative, status
-
-
 def tree_size(directory: epath.PathLike) -> int:
     """Return the total bytes of all files below `directory`."""
     return sum(status.st_size for _, status in walk(directory))
-
-
-def write_file(path: epath.PathLike, content: bytes) -> None:
-    """Write a new file, creating its parent directories. It is durable only after `atomic.sync_tree`."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "xb") as file:
-        file.write(content)
 
 
 @contextlib.contextmanager

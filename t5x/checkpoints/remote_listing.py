@@ -30,16 +30,16 @@ class Listing:
     Attributes:
       directory: the directory of the files.
       files: {path relative to `directory`: file}.
-      wanted: the path to open, relative to `directory`: "" for the directory itself, a file, or a prefix.
+      target: the path to open, relative to `directory`: "" for the directory itself, a file, or a prefix.
     """
 
     directory: RemotePath
     files: Mapping[str, RemoteFile]
-    wanted: str = ""
+    target: str = ""
 
     @property
     def path(self) -> RemotePath:
-        return self.directory / self.wanted
+        return self.directory / self.target
 
     @property
     def source(self) -> str:
@@ -49,7 +49,7 @@ class Listing:
     @property
     def version(self) -> str:
         """Names, sizes and versions. It changes if a file is added, removed or changed."""
-        return json.dumps([self.wanted, sorted((name, (file.size, file.version)) for name, file in self.files.items())])
+        return json.dumps([self.target, sorted((name, (file.size, file.version)) for name, file in self.files.items())])
 
 
 def list_checkpoint(path: RemotePath) -> Listing:
@@ -147,12 +147,12 @@ def _latest_prefix(path: RemotePath, names: Mapping[str, Any], prefixes: list[st
     return name
 
 
-def _listing(directory: RemotePath, found: Mapping[str, dict[str, Any]], wanted: str = "") -> Listing:
+def _listing(directory: RemotePath, entries: Mapping[str, dict[str, Any]], target: str = "") -> Listing:
     files = {}
-    for name, info in found.items():
+    for name, info in entries.items():
         if info["type"] != "file" or name.endswith("/"):
             continue
         if not is_plain_relative(name):
             raise UserError(f"{directory.url} lists {name!r}, which is not a path inside it. Nothing is copied.")
         files[name] = (directory / name).file(info)
-    return Listing(directory, files, wanted)
+    return Listing(directory, files, target)

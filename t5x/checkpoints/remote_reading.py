@@ -53,8 +53,8 @@ def stage(path: epath.PathLike) -> epath.Path:
             lambda: list_checkpoint(listing.path).version,
             resumable=True,
         )
-    log.info("%s: reading the copy %s (to free the space: rm -r %s)", listing.source, copy / listing.wanted, entry.path)
-    return copy / listing.wanted if listing.wanted else copy
+    log.info("%s: reading the copy %s (to free the space: rm -r %s)", listing.source, copy / listing.target, entry.path)
+    return copy / listing.target if listing.target else copy
 
 
 def _of_hub(url: str) -> epath.Path:

@@ -17,10 +17,10 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
 from t5x.errors import UserError
-from t5x.files.directories import upload_directory
 from t5x.files.disk_space import human_size
 from t5x.files.lease import Lease
 from t5x.files.remote import RemotePath, retried, run_concurrently
+from t5x.files.remote_directory import upload_directory
 from t5x.files.remote_errors import explained
 from t5x.telemetry import copy_progress
 

@@ -26,9 +26,9 @@ from etils import epath
 
 from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_places import open_place
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.checkpoints.paths import open_files
 from t5x.errors import UserError
 from t5x.files.remote_errors import TransientError
 from t5x.partitioning import distributed
@@ -342,7 +342,7 @@ class CheckpointStore:
         part = arrays.write(f"{save.target}/{paths.STATE}")
         directory = f"{paths.STATE}/{part}"
         target = open_files(save.target)
-        if not target.has(directory):
+        if not target.exists(directory):
             return "", {}
         records = manifest.hash_files(save.target, target.list(directory), flush=True)
         self._place.flush(f"{save.target}/{directory}", {os.path.relpath(name, directory) for name in records})
@@ -359,11 +359,11 @@ class CheckpointStore:
             parts = [report["part"] for report in reports if report["part"]]
             array_writer.join(f"{save.target}/{paths.STATE}", parts, save.arrays.shapes)
             files = dict(save.sidecars)
-            if save.pinned or open_files(self.path(save.step)).has(paths.PINNED):  # of one that is replaced
+            if save.pinned or open_files(self.path(save.step)).exists(paths.PINNED):  # of one that is replaced
                 files[paths.PINNED] = b""
             target = open_files(save.target)
             for name, content in files.items():
-                target.write(name, content)
+                target.create(name, content)
             self._before_publishing()
             model_dir_lock.renew(self.directory)
             records = manifest.write(save.target, save.step, hashed).files
@@ -396,7 +396,7 @@ class CheckpointStore:
             _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
     def _has(self, step: int, name: str) -> bool:
-        return open_files(self.path(step)).has(name)
+        return open_files(self.path(step)).exists(name)
 
     def _abandon(self, target: str) -> None:
         """Remove an unfinished checkpoint, on process 0 and once."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from t5x.checkpoints import paths, tree
 from t5x.checkpoints.best import BestRule, Ranking
-from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
+from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.store import CheckpointStore
 from t5x.errors import UserError
 
@@ -67,7 +67,7 @@ def latest_step(checkpoints_dir: str) -> int | None:
 def all_dataset_checkpoint_steps(checkpoints_dir: str) -> list[int]:
     """Return the steps whose checkpoints have the position in the data."""
     def has_position(step: int) -> bool:
-        return open_files(get_checkpoint_dir(checkpoints_dir, step)).has(paths.DATASET_STATE)
+        return open_files(get_checkpoint_dir(checkpoints_dir, step)).exists(paths.DATASET_STATE)
 
     return [step for step in all_steps(checkpoints_dir) if has_position(step)]
 
@@ -111,8 +111,8 @@ def find_checkpoint(path: str, step: int | None = None) -> str:
 
 def populate_metrics_for_steps(checkpoints_dir: str, metric_name: str, steps: Collection[int]) -> dict[int, float]:
     """Return {step: value} of a metric such as `training_eval/<task>/accuracy`, for those of the steps that have it."""
-    found = Ranking(BestRule(metric_name), checkpoints_dir).values() or {}
-    return {step: value for step, value in found.items() if step in set(steps)}
+    values = Ranking(BestRule(metric_name), checkpoints_dir).values() or {}
+    return {step: value for step, value in values.items() if step in set(steps)}
 
 
 def get_local_data(x: Any) -> Any:

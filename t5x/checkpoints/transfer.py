@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from t5x.checkpoints import families, layout, tree
-from t5x.checkpoints.assignment import SLOTS, Rules
+from t5x.checkpoints.assignment import SLOTS, RestoreRules
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.errors import ArgumentError, UserError
 from t5x.network.config import FIXED_IN_T5X
@@ -38,20 +38,20 @@ def config_of(source: Source) -> dict[str, Any]:
     params = {name: array for name, array in canonical_arrays(source).items() if name.startswith(layout.PARAMS)}
     stated = {k: v for k, v in (source.config or {}).items() if k not in ("scan_layers", "param_scan_axis")}
     try:
-        found = families.config_of(params)
+        shown = families.config_of(params)
     except UserError as error:
         raise UserError(f"{source.path} cannot be used: {error}") from error
-    if rows := families.differences(stated, found):
+    if rows := families.differences(stated, shown):
         lines = "\n".join(f"  {row}" for row in rows)
         raise UserError(
             f"The configuration of {source.path} does not match its arrays:\n{lines}\n"
             "Restore its own configuration file, or use another checkpoint."
         )
-    return found | stated
+    return shown | stated
 
 
 def restore(
-    source: Source, abstract: Tree, axes: Tree, *, rules: Rules | None = None, initial: Initial | None = None
+    source: Source, abstract: Tree, axes: Tree, *, rules: RestoreRules | None = None, initial: Initial | None = None
 ) -> Tree:
     """Read `abstract` from a checkpoint of any format, array by array, directly onto its devices.
 
@@ -78,8 +78,8 @@ class Fitting:
       step: the training step, after the rules are applied; None if there is none.
     """
 
-    def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: Rules | None = None):
-        self._source, self._rules = source, rules or Rules()
+    def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: RestoreRules | None = None):
+        self._source, self._rules = source, rules or RestoreRules()
         self._leaves = tree.flatten(abstract)
         flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)  # type: ignore[attr-defined]
         self._axes = dict(zip(self._leaves, flat_axes, strict=True))
@@ -87,14 +87,14 @@ class Fitting:
         self._wanted = self._canonical_leaves()
         decided = self._decided()
 
-        theirs = canonical_arrays(source)
+        source_arrays = canonical_arrays(source)
         if source.step is not None:
-            theirs[_STEP] = _lazy(np.int32(source.step))
-        self._order = {name: place for place, name in enumerate(theirs)}
+            source_arrays[_STEP] = _lazy(np.int32(source.step))
+        self._order = {name: place for place, name in enumerate(source_arrays)}
         self._origin = {name: decided.get(name, name) for name in self._wanted}
         used = {*self._origin.values(), *decided}
-        taken = {name: theirs[old] for name, old in self._origin.items() if old in theirs}
-        state = self._transformed(taken | {name: array for name, array in theirs.items() if name not in used})
+        mapped = {name: source_arrays[old] for name, old in self._origin.items() if old in source_arrays}
+        state = self._transformed(mapped | {name: array for name, array in source_arrays.items() if name not in used})
 
         self._found = {name: state[name] for name in self._wanted if name in state}
         self._left = {name for name, old in decided.items() if old is None and name not in self._found}
@@ -127,15 +127,15 @@ class Fitting:
             kin = {_kin(name) for name in filled}
             assert initial is not None, "rules that initialize arrays need `initial`"
             self._fresh = initial([name for name in part if _kin(name) in kin])
-        found = self._arranged(names)
-        if table := tree.difference_by_name(part, {name: found[name] for name in part if name in found}):
+        arranged = self._arranged(names)
+        if table := tree.difference_by_name(part, {name: arranged[name] for name in part if name in arranged}):
             raise self._misfit(table)
         self._report(names)
         leaves = {}
         # Follow the order of the checkpoint, so that its stacked layers are read only once.
         for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name) or "", -1)):
             dtype = part[name].dtype
-            leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(found[name], part[name])
+            leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(arranged[name], part[name])
         self._fresh = {}
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in part])
 
@@ -199,11 +199,11 @@ class Fitting:
     def _check(self, names: Collection[str]) -> None:
         fill = self._wanted.keys() - self._found.keys() if self._rules.fallback_to_scratch else self._left
         expected = {name: leaf for name, leaf in self._wanted.items() if name in names and name not in fill}
-        found = {name: self._found[name] for name in expected if name in self._found}
+        actual = {name: self._found[name] for name in expected if name in self._found}
         if self._rules.strict and any(not name.startswith("state/") for name in names):
-            found |= self._surplus
-        if table := tree.difference_by_name(expected, found):
-            missing, surplus = expected.keys() - found.keys(), found.keys() - expected.keys()
+            actual |= self._surplus
+        if table := tree.difference_by_name(expected, actual):
+            missing, surplus = expected.keys() - actual.keys(), actual.keys() - expected.keys()
             if reason := _bias_reason(missing, surplus):
                 raise self._misfit(f"{reason}\n{table}")
             hints = [
@@ -223,10 +223,10 @@ class Fitting:
     def _report(self, names: Collection[str]) -> None:
         names = [name for name in self._wanted if name in names]
         what = "parameters" if any(name.startswith(layout.PARAMS) for name in names) else "arrays of optimizer state"
-        found = [name for name in names if name in self._found]
-        level = logging.DEBUG if len(found) == len(names) else logging.INFO
-        log.log(level, "%d of %d %s are restored from %s", len(found), len(names), what, self._source.path)
-        renamed = [f"{name} <- {old}" for name in found if (old := self._origin[name]) not in (None, name)]
+        restored = [name for name in names if name in self._found]
+        level = logging.DEBUG if len(restored) == len(names) else logging.INFO
+        log.log(level, "%d of %d %s are restored from %s", len(restored), len(names), what, self._source.path)
+        renamed = [f"{name} <- {old}" for name in restored if (old := self._origin[name]) not in (None, name)]
         missing = [name for name in names if name not in self._found and name not in self._left]
         rows = [f"{name} {list(self._wanted[name].shape)}" for name in missing]
         _log_names("%d are restored from other names (assignment_map)", renamed)
@@ -258,12 +258,12 @@ def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
     """Return the configuration fields, of those that shapes do not show, that differ from the checkpoint's."""
     rows = []
     for field in ("mlp_activations", "logits_via_embedding", *FIXED_IN_T5X):
-        theirs = stated.get(field)
-        ours: Any = getattr(config, field, FIXED_IN_T5X.get(field))
-        if theirs in (None, ()) or (ours is None and field not in FIXED_IN_T5X):
+        stored = stated.get(field)
+        current: Any = getattr(config, field, FIXED_IN_T5X.get(field))
+        if stored in (None, ()) or (current is None and field not in FIXED_IN_T5X):
             continue
-        if tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
-            rows.append(f"{field}: checkpoint {theirs}, this run {ours}")
+        if tuple(np.atleast_1d(stored)) != tuple(np.atleast_1d(current)):
+            rows.append(f"{field}: checkpoint {stored}, this run {current}")
     return rows
 
 

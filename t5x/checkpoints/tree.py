@@ -53,7 +53,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def difference(expected: Any, found: Any) -> str:
+def difference(expected: Any, actual: Any) -> str:
     """Return a short table of the differences of two trees of things with `.shape`; empty if there are none.
 
     >>> model = {"bias": np.zeros(2), "kernel": np.zeros((2, 3))}
@@ -65,17 +65,17 @@ def difference(expected: Any, found: Any) -> str:
       unexpected  scale   -         [4]
       shape       kernel  [2, 3]    [4, 3]
     """
-    return difference_by_name(flatten(expected), flatten(found))
+    return difference_by_name(flatten(expected), flatten(actual))
 
 
-def difference_by_name(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def difference_by_name(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
     """Return the `difference` of two flat trees."""
-    missing = [("missing", name, _shape(leaf), "-") for name, leaf in expected.items() if name not in found]
-    unexpected = [("unexpected", name, "-", _shape(leaf)) for name, leaf in found.items() if name not in expected]
+    missing = [("missing", name, _shape(leaf), "-") for name, leaf in expected.items() if name not in actual]
+    unexpected = [("unexpected", name, "-", _shape(leaf)) for name, leaf in actual.items() if name not in expected]
     reshaped = [
-        ("shape", name, _shape(leaf), _shape(found[name]))
+        ("shape", name, _shape(leaf), _shape(actual[name]))
         for name, leaf in expected.items()
-        if name in found and tuple(leaf.shape) != tuple(found[name].shape)
+        if name in actual and tuple(leaf.shape) != tuple(actual[name].shape)
     ]
     rows = missing + unexpected + reshaped
     if not rows:

@@ -2,12 +2,9 @@
 
 import enum
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from t5x.errors import UserError
-
-if TYPE_CHECKING:
-    from t5x.interactive_model import InteractiveModel
 
 
 class T5XScriptType(enum.StrEnum):
@@ -20,7 +17,7 @@ class T5XScriptType(enum.StrEnum):
 
 
 def get_gin_config_from_interactive_model(
-    interactive_model: "InteractiveModel",
+    interactive_model: Any,
     script_type: T5XScriptType,
     task_name: str,
     partitioner_config_str: str,
@@ -33,6 +30,7 @@ def get_gin_config_from_interactive_model(
     Call `save_checkpoint` first.
 
     Args:
+      interactive_model: an `InteractiveModel`.
       task_name: name of a task, registered by a module that `imports_str` or --import imports.
       partitioner_config_str: gin text that binds the partitioner's parameters.
       model_config_str: gin text that defines MODEL, such as an `include` of a file in `t5x/examples`.

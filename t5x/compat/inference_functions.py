@@ -69,7 +69,10 @@ def _extract_tokens_and_aux_values(inference_fn_outputs: Any) -> _Inferences:
     """Return the outputs of an `infer_fn` and its auxiliary outputs, without indices and in their order."""
     outputs, aux = inference_fn_outputs if isinstance(inference_fn_outputs, tuple) else (inference_fn_outputs, {})
     order = np.argsort([index for index, _ in outputs])
-    sort = lambda values: [values[i] for i in order]
+
+    def sort(values: Any) -> list[Any]:
+        return [values[i] for i in order]
+
     is_leaf = lambda x: isinstance(x, list | np.ndarray)
     return [value for _, value in sort(outputs)], jax.tree.map(sort, aux, is_leaf=is_leaf)
 

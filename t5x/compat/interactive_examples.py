@@ -46,9 +46,9 @@ def _seqio_dataset(pairs: Sequence[Example], steps: Sequence[Any], lengths: Any,
 
 
 def without_seqio(functions: Sequence[Preprocessor]) -> list[Preprocessor]:
-    """Return the preprocessors with ours for those of seqio, which take a tf.data.Dataset."""
-    theirs = lambda f: getattr(f, "__module__", "") == "seqio.preprocessors"
-    return [getattr(preprocessors, f.__name__, f) if theirs(f) else f for f in functions]
+    """Replace seqio's preprocessors, which take a tf.data.Dataset, by those of `t5x.data`."""
+    is_seqio = lambda f: getattr(f, "__module__", "") == "seqio.preprocessors"
+    return [getattr(preprocessors, f.__name__, f) if is_seqio(f) else f for f in functions]
 
 
 def get_batches_from_seqio(
@@ -68,24 +68,24 @@ def get_batches_from_seqio(
       sequence_length: lengths for preprocessors that use them.
       shuffle, seed: order of the examples; the seed is also that of random preprocessors.
     """
-    found = get_mixture_or_task(task_or_mixture_name)
-    check_split(found, split)
-    rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
-    examples = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
+    task_or_mixture = get_mixture_or_task(task_or_mixture_name)
+    check_split(task_or_mixture, split)
+    rates = {task: rate for task, rate in task_rates(task_or_mixture).items() if split in task.splits}
+    streams = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
     tasks, shares = list(rates), np.array(list(rates.values())) / sum(rates.values())
     rng = np.random.default_rng(seed)
-    taken: list[dict[str, Any]] = []
+    examples: list[dict[str, Any]] = []
     for _ in range(batch_size * num_batches):
         task = tasks[rng.choice(len(tasks), p=shares)]
-        example = next(examples[task], None)
+        example = next(streams[task], None)
         if example is None:
             raise UserError(
-                f"Split {split!r} of {found.name!r} has fewer than {num_batches} batches of {batch_size}: task "
-                f"{task.name!r} ended after {len(taken)} examples. Ask for fewer."
+                f"Split {split!r} of {task_or_mixture.name!r} has fewer than {num_batches} batches of {batch_size}: "
+                f"task {task.name!r} ended after {len(examples)} examples. Ask for fewer."
             )
         value = functools.partial(_text if get_pretokenized_examples else _ids, task, example)
-        taken.append({"input": value("inputs"), "target": value("targets")})
-    return [taken[i : i + batch_size] for i in range(0, len(taken), batch_size)]
+        examples.append({"input": value("inputs"), "target": value("targets")})
+    return [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
 
 
 def source_of(examples: Batch) -> FunctionDataSource:

@@ -175,16 +175,16 @@ def get_first_valid_restore_config_and_paths(
 ) -> tuple[RestoreCheckpointConfig | None, list[str]]:
     """Return the first configuration that names an existing checkpoint, and the paths of its checkpoints."""
     for cfg in restore_cfgs:
-        given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path or ())
-        found = [path for path in given if os.path.exists(path) or os.path.exists(f"{path}.index") or "://" in path]
+        paths = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path or ())
+        paths = [path for path in paths if os.path.exists(path) or os.path.exists(f"{path}.index") or "://" in path]
         if cfg.mode == "all":
-            steps = {path: checkpoints.all_steps(path) for path in found}
-            found = [checkpoints.get_checkpoint_dir(path, step) for path in found for step in steps[path]]
+            steps = {path: checkpoints.all_steps(path) for path in paths}
+            paths = [checkpoints.get_checkpoint_dir(path, step) for path in paths for step in steps[path]]
         elif cfg.mode == "latest":
-            newest = [(path, checkpoints.latest_step(path)) for path in found]
-            found = [path if step is None else checkpoints.get_checkpoint_dir(path, step) for path, step in newest]
-        if found:
-            return cfg, found
+            newest = [(path, checkpoints.latest_step(path)) for path in paths]
+            paths = [path if step is None else checkpoints.get_checkpoint_dir(path, step) for path, step in newest]
+        if paths:
+            return cfg, paths
     return None, []
 
 
@@ -406,9 +406,9 @@ class TrainStateInitializer(StateLayout):
         self, restore_cfgs: Sequence[RestoreCheckpointConfig], ds_iter: Any = None, init_rng: jax.Array | None = None
     ) -> Iterator[tuple[Any, str]]:
         """Yield (state, path) of every checkpoint of the first configuration that has one."""
-        cfg, found = get_first_valid_restore_config_and_paths(restore_cfgs)
+        cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
         if cfg is not None:
-            for path in found:
+            for path in paths:
                 yield self.restored(path, cfg, init_rng), path
 
     def from_checkpoint(
@@ -462,8 +462,8 @@ def find_next_checkpoint_step(
 def multihost_assert_equal(input_tree: Any, fail_message: str = "") -> None:
     """Raise an error in every process if they do not have the same values."""
     values = jax.tree.map(lambda x: np.asarray(x).tolist(), input_tree)
-    found = distributed.exchange("multihost_assert_equal", values)
-    if any(value != found[0] for value in found):
+    by_process = distributed.exchange("multihost_assert_equal", values)
+    if any(value != by_process[0] for value in by_process):
         raise UserError(f"The processes have different values. {fail_message}".strip())
 
 

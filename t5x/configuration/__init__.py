@@ -1,6 +1,6 @@
 """Configuration with gin files and `--gin.NAME=VALUE` arguments.
 
-    rest, bindings = split_gin_args(sys.argv[1:])
+    argv, bindings = split_gin_args(sys.argv[1:])
     parse(gin_files=["t5x/configs/runs/finetune.gin"], bindings=bindings, entry_points={"train": train})
     check(train)           # reports everything that is missing in one ConfigurationError
     configured(train)()    # runs with the bound arguments
@@ -18,6 +18,6 @@ from t5x.configuration.checking import check, entry_points_in_use
 from t5x.configuration.command_line import rewrite_gin_args, split_gin_args
 from t5x.configuration.errors import ConfigurationError
 from t5x.configuration.printing import bindings, config_str, resolved_str
-from t5x.configuration.reading import STAND_INS, parse
+from t5x.configuration.reading import FALLBACKS, STAND_INS, parse
 from t5x.configuration.running import configured, root_cause, user_message
 from t5x.configuration.state import clear

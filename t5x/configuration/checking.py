@@ -18,7 +18,7 @@ from t5x.errors import did_you_mean
 _logger = logging.getLogger(__name__)
 
 
-class _Call(NamedTuple):
+class _ScopedCall(NamedTuple):
     """A use of a configurable in a scope; `by_gin` if gin makes the call, with no arguments but the bound ones."""
 
     selector: str
@@ -75,29 +75,29 @@ def entry_points_in_use() -> list[Callable[..., Any]]:
     return [fn for fn in state.entry_points.values() if names.entry_point(fn, state) in bound]
 
 
-def _reachable(fn: Callable[..., Any] | None, state: states.State) -> list[_Call]:
+def _reachable(fn: Callable[..., Any] | None, state: states.State) -> list[_ScopedCall]:
     """Return every call that `fn` or other Python code leads to, macros included; without `fn`, that gin can make."""
-    calls = [] if fn is None else [_Call(names.entry_point(fn, state), (), True)]
+    calls = [] if fn is None else [_ScopedCall(names.entry_point(fn, state), (), True)]
     for (scope, selector, _), _ in states.bindings():
         if fn is None or not (selector in names.registered or selector.startswith("gin.")):
-            calls.append(_Call(selector, tuple(filter(None, scope.split("/"))), False))
+            calls.append(_ScopedCall(selector, tuple(filter(None, scope.split("/"))), False))
     calls = list(dict.fromkeys(calls))
     seen = set(calls)
-    for call in calls:  # it grows
-        found = [
-            _Call(reference.configurable.selector, tuple(reference.scopes) or call.scope, reference.evaluate)
+    for call in calls:  # extended below
+        reached = [
+            _ScopedCall(reference.configurable.selector, tuple(reference.scopes) or call.scope, reference.evaluate)
             for value, _ in call.bound.values()
             for reference in references_in(value)
         ]
         if inspect.isclass(call.configurable.wrapped):
             selectors = (selector for (_, selector, _), _ in states.bindings())
-            found += [_Call(s, call.scope, False) for s in selectors if s.rpartition(".")[0] == call.selector]
-        calls += [new for new in dict.fromkeys(found) if new not in seen]
-        seen.update(found)
+            reached += [_ScopedCall(s, call.scope, False) for s in selectors if s.rpartition(".")[0] == call.selector]
+        calls += [new for new in dict.fromkeys(reached) if new not in seen]
+        seen.update(reached)
     return calls
 
 
-def _required(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[str]:
+def _required(calls: list[_ScopedCall], state: states.State, printer: Printer) -> Iterator[str]:
     for call in calls:
         for value, key in call.bound.values():
             if any(map(is_required, references_in(value))):
@@ -105,7 +105,7 @@ def _required(calls: list[_Call], state: states.State, printer: Printer) -> Iter
                 yield f"{name} is required ({state.origin(key)}). Set it with --gin.{name}=VALUE."
 
 
-def _unbound(calls: list[_Call], printer: Printer) -> Iterator[str]:
+def _unbound(calls: list[_ScopedCall], printer: Printer) -> Iterator[str]:
     for call in calls:
         missing = [name for name in required_parameters(call.configurable) if name not in call.bound]
         if missing and call.by_gin and not call.selector.startswith("gin."):
@@ -127,10 +127,10 @@ def _undefined_macros() -> Iterator[tuple[states.Key, str]]:
             yield key, f"macro %{key[0]} refers to itself."
 
 
-def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[tuple[bool, str]]:
+def _wrong_types(calls: list[_ScopedCall], state: states.State, printer: Printer) -> Iterator[tuple[bool, str]]:
     """Yield contradictions, and whether they are errors; bind whole floats as integers where t5x expects those."""
     for call in calls:
-        parameters, ours = parameters_of(call.configurable), is_ours(call.configurable)
+        parameters, is_own = parameters_of(call.configurable), is_ours(call.configurable)
         for name, (value, key) in call.bound.items():
             resolved = resolve(value)
             unresolved = any(is_macro(r) or is_constant(r) for r in references_in(resolved))
@@ -138,16 +138,16 @@ def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> I
                 continue
             holder = _last_macro(value) or key
             whole = int(resolved) if isinstance(resolved, float) and resolved.is_integer() else None
-            if ours and whole is not None and accepts(parameters[name], whole):
+            if is_own and whole is not None and accepts(parameters[name], whole):
                 states.commit(state, {holder: whole})
                 continue
             expected = describe(parameters[name].annotation)
             text = f"`{printer.name(key)}` expects {expected}, got {printer.value(resolved)[:200]}."
             if isinstance(resolved, config.ConfigurableReference):
-                other = config.ConfigurableReference(resolved.scoped_selector, not resolved.evaluate)
-                text += f" Write {printer.value(other)}." if accepts(parameters[name], other) else ""
+                alternative = config.ConfigurableReference(resolved.scoped_selector, not resolved.evaluate)
+                text += f" Write {printer.value(alternative)}." if accepts(parameters[name], alternative) else ""
             origin = state.origin(holder)
-            yield ours or origin.unquoted, f"{origin}: {text}"
+            yield is_own or origin.unquoted, f"{origin}: {text}"
 
 
 def _last_macro(value: Any) -> states.Key | None:

@@ -29,12 +29,12 @@ def split_gin_args(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> split_gin_args(["--gin_file=a.gin", "--gin.BATCH_SIZE=64"])
     (['--gin_file=a.gin'], ['BATCH_SIZE = 64'])
     """
-    rest: list[str] = []
+    others: list[str] = []
     bindings: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
         if argument == "--":
-            return [*rest, argument, *arguments], bindings
+            return [*others, argument, *arguments], bindings
         if argument.startswith("--gin."):
             bindings.append(_binding(argument))
         elif argument.startswith("--gin_bindings="):
@@ -45,8 +45,8 @@ def split_gin_args(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             except StopIteration:
                 raise ConfigurationError("--gin_bindings has no value. Write --gin_bindings='NAME = VALUE'.") from None
         else:
-            rest.append(argument)
-    return rest, bindings
+            others.append(argument)
+    return others, bindings
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from t5x.configuration.state import Import, State, bindings
 from t5x.errors import UserError, did_you_mean
 
 _MISSING = object()
-_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin files of earlier versions
+_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin and model.json of earlier versions
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
@@ -43,12 +43,14 @@ class FileNames:
                 raise ConfigurationError("`from __gin__ import dynamic_registration` must be the first import.")
             self._dynamic = self._state.dynamic = True
             return
+        statement = _current_import(statement)
         imported = Import(statement, _load(statement, self._state))
         self._imports.append(imported)
         self._state.imports.append(imported)
 
     def find(self, selector: str) -> str:
         """Return the complete selector of what `selector` (without scopes) names; register it if necessary."""
+        selector = current_name(selector)
         if _registered_in_python(selector) == selector:
             return selector
         imported = _import_for(self._imports if self._dynamic else self._state.imports, selector)
@@ -64,22 +66,22 @@ class FileNames:
             return self._from_import(imported, selector)
         return _registered_in_python(selector) or self._raise_unknown(selector)
 
-    def _from_import(self, imported: Import, selector: str) -> str:
-        head, *rest = selector.split(".")
+    def _from_import(self, imported: Import, name: str) -> str:
+        head, *attributes = name.split(".")
         owner, value, written = None, imported.module, head
-        for name in rest:
-            owner, value, written = value, _attribute(value, name, written), f"{written}.{name}"
-        statement, path = _source(imported.statement, selector)
-        found = _selector_of(value)
-        if found is None:
-            if not rest or not callable(value):
-                raise ConfigurationError(f"`{selector}` is not a function or class.")
+        for part in attributes:
+            owner, value, written = value, _attribute(value, part, written), f"{written}.{part}"
+        statement, path = _source(imported.statement, name)
+        selector = _selector_of(value)
+        if selector is None:
+            if not attributes or not callable(value):
+                raise ConfigurationError(f"`{name}` is not a function or class.")
             if inspect.isfunction(value) and inspect.isclass(owner):
-                found = _register_method(self.find(selector.rpartition(".")[0]), rest[-1])
+                selector = _register_method(self.find(name.rpartition(".")[0]), attributes[-1])
             else:
-                found = _register(value, f"{_module_name(statement)}.{path}")
-        self._state.sources.setdefault(found, (statement, path))
-        return found
+                selector = _register(value, f"{_module_name(statement)}.{path}")
+        self._state.sources.setdefault(selector, (statement, path))
+        return selector
 
     def _raise_unknown(self, selector: str) -> NoReturn:
         head = selector.split(".")[0]
@@ -109,6 +111,14 @@ def entry_point(fn: Callable[..., Any], state: State) -> str:
     return selector
 
 
+def current_name(name: str) -> str:
+    """Return today's name of a module, class or function that an earlier version wrote to a file."""
+    for old, new in _MOVED_MODULES.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
 def configurable(selector: str) -> config.Configurable:
     """Return what gin has registered under a complete selector."""
     return config.ConfigurableReference(selector, False).configurable
@@ -117,20 +127,20 @@ def configurable(selector: str) -> config.Configurable:
 def _selector_of(target: Any) -> str | None:
     """Return the selector of a registered function or class; gin has no public function for this."""
     try:
-        found = config._inverse_lookup(target)
+        known = config._inverse_lookup(target)
     except (TypeError, ValueError):  # not hashable, or `__wrapped__` is circular
         return None
-    replaced = found is None or configurable(found.selector).wrapped is not found.wrapped
-    return None if replaced else found.selector
+    is_replaced = known is None or configurable(known.selector).wrapped is not known.wrapped
+    return None if is_replaced else known.selector
 
 
 def _registered_in_python(selector: str) -> str | None:
     """Return the complete selector of a `@gin.configurable`, which gin files can name without an import."""
     try:
-        found = configurable(selector).selector
+        complete = configurable(selector).selector
     except (KeyError, ValueError):
         return None
-    return None if found in registered else found
+    return None if complete in registered else complete
 
 
 def _register(target: Any, selector: str) -> str:
@@ -141,13 +151,13 @@ def _register(target: Any, selector: str) -> str:
 
 def _register_method(owner: str, name: str) -> str:
     """Register a method and, so that instances use it, the class again."""
-    found = configurable(owner)
-    method = _attribute(found.wrapped, name, owner)
+    known = configurable(owner)
+    method = _attribute(known.wrapped, name, owner)
     selector = _selector_of(method)
     if selector is None:
         selector = _register(method, f"{owner}.{name}")
-        _make_configurable(found.wrapped, owner, allowlist=found.allowlist, denylist=found.denylist)
-        for reference in config.iterate_references(dict(bindings()), to=found.wrapper):
+        _make_configurable(known.wrapped, owner, allowlist=known.allowlist, denylist=known.denylist)
+        for reference in config.iterate_references(dict(bindings()), to=known.wrapper):
             reference.initialize()
     return selector
 
@@ -165,9 +175,9 @@ def _make_configurable(target: Any, selector: str, **lists: Any) -> None:
 
 
 def _attribute(value: Any, name: str, written: str) -> Any:
-    found = getattr(value, name, _MISSING)
-    if found is not _MISSING:
-        return found
+    attribute = getattr(value, name, _MISSING)
+    if attribute is not _MISSING:
+        return attribute
     public = [n for n in dir(value) if not n.startswith("_")]
     close = did_you_mean(name, {n: f"{written}.{n}" for n in public})
     if not close and getattr(value, "__name__", "") == "__main__":
@@ -177,15 +187,15 @@ def _attribute(value: Any, name: str, written: str) -> Any:
 
 def _import_for(imports: list[Import], selector: str) -> Import | None:
     """Return the import that provides `selector`: of several `import a.b` the longest match, else the latest."""
-    found = [imported for imported in imports if imported.statement.bound_name() == selector.split(".")[0]]
-    return min(reversed(found), key=lambda imported: len(_source(imported.statement, selector)[1]), default=None)
+    candidates = [imported for imported in imports if imported.statement.bound_name() == selector.split(".")[0]]
+    return min(reversed(candidates), key=lambda imported: len(_source(imported.statement, selector)[1]), default=None)
 
 
 def _source(statement: ImportStatement, selector: str) -> tuple[ImportStatement, str]:
     """Return the import of the module that holds `selector`, and the path within that module."""
-    head, _, rest = selector.partition(".")
+    head, _, path = selector.partition(".")
     if statement.is_from or statement.alias:
-        return statement, rest
+        return statement, path
     if not selector.startswith(f"{statement.module}."):
         statement = statement._replace(module=head)
     return statement, selector.removeprefix(f"{statement.module}.")
@@ -195,18 +205,25 @@ def _module_name(statement: ImportStatement) -> str:
     return statement.bound_name() if statement.module == "__main__" else statement.module
 
 
+def _current_import(statement: ImportStatement) -> ImportStatement:
+    """Return an import with the present name of its module, bound to the name that the file uses."""
+    current = statement._replace(module=current_name(statement.module))
+    is_bound = current.bound_name() == statement.bound_name()
+    return current if is_bound else current._replace(alias=statement.bound_name())
+
+
 def _load(statement: ImportStatement, state: State) -> Any:
     """Import a module, and return what the statement binds its name to (for `import a.b`, that is `a`)."""
-    top, *rest = statement.module.split(".")
+    top, *submodules = statement.module.split(".")
     if top == "__main__":
         return _main(state)
     try:
         if top in state.stand_ins:
             module = package = importlib.import_module(state.stand_ins[top])
-            for name in rest:
+            for name in submodules:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = user_modules.import_module(_MOVED_MODULES.get(statement.module, statement.module))
+            module = user_modules.import_module(statement.module, state.fallbacks)
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error
@@ -229,15 +246,15 @@ def _explain_import(error: Exception) -> str:
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     outside = frames[-1].filename not in (__file__, importlib.__file__, user_modules.__file__)
-    place = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
+    position = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name and not outside:
         parent, _, name = error.name.rpartition(".")
         package = sys.modules.get(parent)
-        places = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
-        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(places)])
+        path = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
+        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(path)])
         if hasattr(package, name):
             hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
     if isinstance(error, ModuleNotFoundError):
         hint = user_modules.install_hint(error.name) or hint
-    return f"{type(error).__name__}: {error}{place}.{hint}"
+    return f"{type(error).__name__}: {error}{position}.{hint}"

@@ -61,8 +61,8 @@ def required_parameters(configurable: config.Configurable) -> list[str]:
     wrapped = configurable.wrapped
     if inspect.isclass(wrapped) and type(wrapped).__call__ is not type.__call__:
         return []
-    found = parameters_of(configurable, follow_wrapped=False)
-    return [name for name, p in found.items() if p.default is p.empty or p.default is config.REQUIRED]
+    parameters = parameters_of(configurable, follow_wrapped=False)
+    return [name for name, p in parameters.items() if p.default is p.empty or p.default is config.REQUIRED]
 
 
 def accepts(parameter: inspect.Parameter, value: Any) -> bool:

@@ -77,7 +77,7 @@ class Printer:
         return leaf
 
     def binding(self, key: states.Key, value: Any) -> str:
-        """Return a binding; one that Python code made and gin cannot express is a comment."""
+        """Return a binding; one that Python code made and gin cannot express becomes a comment."""
         text = self.value(value, _WIDTH)
         text = f"{self.name(key)} = " + (f"\\\n{textwrap.indent(text, '    ')}" if "\n" in text else text)
         return text if all(map(_is_gin, leaves_of(value))) else textwrap.indent(text, "# ")
@@ -142,7 +142,7 @@ def resolve(value: Any, within: tuple[str, ...] = ()) -> Any:
     def replace(leaf: Any) -> Any:
         if not isinstance(leaf, ConfigurableReference) or not is_macro(leaf) or scope_of(leaf) in within:
             return leaf
-        found = states.macro_value(scope_of(leaf))
-        return leaf if found is None else resolve(found[0], (*within, scope_of(leaf)))
+        bound = states.macro_value(scope_of(leaf))
+        return leaf if bound is None else resolve(bound[0], (*within, scope_of(leaf)))
 
     return map_value(value, replace)

@@ -18,6 +18,7 @@ from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map
 from t5x.errors import did_you_mean
 
 STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}
+FALLBACKS = dict.fromkeys(("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks"), "t5x.examples.t5_tasks")
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
@@ -29,6 +30,7 @@ def parse(
     search_paths: Sequence[str] = (".",),
     entry_points: Mapping[str, Callable[..., Any]],
     stand_ins: Mapping[str, str] = STAND_INS,
+    fallbacks: Mapping[str, str] = FALLBACKS,
 ) -> None:
     """Add gin files, then bindings, to the configuration; later values win.
 
@@ -38,6 +40,7 @@ def parse(
       search_paths: directories of gin files; includes are also found next to the file that includes them.
       entry_points: functions that `import __main__ as …` offers, for example `{"train": t5x.train.train}`.
       stand_ins: packages that mean another module when a gin file imports them, and that module.
+      fallbacks: modules that mean another module if they cannot be imported, and that module.
 
     Raises:
       ConfigurationError: lists every unknown name and parameter. The configuration is then unchanged.
@@ -45,6 +48,7 @@ def parse(
     state = states.current().copy()
     state.entry_points.update(entry_points)
     state.stand_ins.update(stand_ins)
+    state.fallbacks.update(fallbacks)
     reader = _Reader(state, search_paths)
     stopped = None
     try:
@@ -93,28 +97,28 @@ class _Reader:
         else:
             self._read(text, lambda line: origin)
 
-    def report(self, error: ConfigurationError, place: Origin | None = None) -> None:
-        key = (place.path if place else None, str(error))
-        self.problems.setdefault(key, place.describe(error) if place else str(error))
+    def report(self, error: ConfigurationError, origin: Origin | None = None) -> None:
+        key = (origin.path if origin else None, str(error))
+        self.problems.setdefault(key, origin.describe(error) if origin else str(error))
 
-    def _read(self, text: str, origin: Callable[[int], Origin]) -> None:
+    def _read(self, text: str, origin_of: Callable[[int], Origin]) -> None:
         names = FileNames(self._state)
-        for statement in _statements(text, origin):
-            place = origin(statement.location.line_num)
+        for statement in _statements(text, origin_of):
+            origin = origin_of(statement.location.line_num)
             if isinstance(statement, config_parser.IncludeStatement):
-                self.read_file(statement.filename, included_at=place)
+                self.read_file(statement.filename, included_at=origin)
             elif isinstance(statement, config_parser.ImportStatement):
                 try:
                     names.add_import(statement)
                 except ConfigurationError as error:
-                    raise ConfigurationError(place.describe(error)) from error
+                    raise ConfigurationError(origin.describe(error)) from error
             else:
                 try:
-                    self._bind(statement, names, place)
+                    self._bind(statement, names, origin)
                 except ConfigurationError as error:
-                    self.report(error, place)
+                    self.report(error, origin)
 
-    def _bind(self, statement: Any, names: FileNames, place: Origin) -> None:
+    def _bind(self, statement: Any, names: FileNames, origin: Origin) -> None:
         if isinstance(statement, config_parser.BlockDeclaration):
             names.find(statement.selector)
             return
@@ -131,7 +135,7 @@ class _Reader:
             return ParsedReference("/".join([*scopes, names.find(selector)]), leaf.evaluate)
 
         self.values[key] = map_value(statement.value, resolve)
-        self._state.origins[key] = place
+        self._state.origins[key] = origin
 
 
 def _check_parameter(written: str, key: states.Key) -> None:
@@ -145,7 +149,7 @@ def _check_parameter(written: str, key: states.Key) -> None:
         ) from error
 
 
-def _statements(text: str, origin: Callable[[int], Origin]) -> Iterator[Any]:
+def _statements(text: str, origin_of: Callable[[int], Origin]) -> Iterator[Any]:
     try:
         yield from config_parser.ConfigParser(text, ParserDelegate())
     except SyntaxError as error:
@@ -153,12 +157,12 @@ def _statements(text: str, origin: Callable[[int], Origin]) -> Iterator[Any]:
         if match := re.search(r"Failed to parse token '(.+)'", error.msg):
             word = match[1]
             problem = f"`{word}` is not a value. Write '{word}' for a string, %{word} for a macro."
-        raise ConfigurationError(origin(error.lineno or 1).describe(problem)) from error
+        raise ConfigurationError(origin_of(error.lineno or 1).describe(problem)) from error
     except tokenize.TokenError as error:
-        place = origin(error.args[1][0])
-        raise ConfigurationError(place.describe("a bracket or quote before this line is not closed.")) from error
+        origin = origin_of(error.args[1][0])
+        raise ConfigurationError(origin.describe("a bracket or quote before this line is not closed.")) from error
     except ValueError as error:  # an ambiguous constant
-        raise ConfigurationError(f"{origin(1)}: {error}") from error
+        raise ConfigurationError(f"{origin_of(1)}: {error}") from error
 
 
 def _find_file(name: str, search_paths: Sequence[str], included_at: Origin | None) -> str:

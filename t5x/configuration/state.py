@@ -32,6 +32,7 @@ class State:
     Attributes:
       entry_points: functions that `import __main__` offers, by name.
       stand_ins: packages whose imports mean another module, and that module.
+      fallbacks: modules that mean another module if they cannot be imported, and that module.
       dynamic: whether any file uses dynamic registration.
       imports: all imports, in order.
       sources: how to name a configurable: its import, and its path in that module.
@@ -40,6 +41,7 @@ class State:
 
     entry_points: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     stand_ins: dict[str, str] = dataclasses.field(default_factory=dict)
+    fallbacks: dict[str, str] = dataclasses.field(default_factory=dict)
     dynamic: bool = False
     imports: list[Import] = dataclasses.field(default_factory=list)
     sources: dict[str, tuple[ImportStatement, str]] = dataclasses.field(default_factory=dict)
@@ -91,12 +93,12 @@ def bindings() -> Iterator[tuple[Key, Any]]:
 
 def bound(selector: str, scope: tuple[str, ...]) -> dict[str, tuple[Any, Key]]:
     """Return the parameters bound for a call in `scope`: name -> (value, key)."""
-    found: dict[str, tuple[Any, Key]] = {}
+    parameters: dict[str, tuple[Any, Key]] = {}
     for depth in range(len(scope) + 1):
-        at = "/".join(scope[:depth])
-        values = config._CONFIG.get((at, selector), {})
-        found.update({name: (value, (at, selector, name)) for name, value in values.items()})
-    return found
+        outer = "/".join(scope[:depth])
+        values = config._CONFIG.get((outer, selector), {})
+        parameters.update({name: (value, (outer, selector, name)) for name, value in values.items()})
+    return parameters
 
 
 def macro_value(name: str) -> tuple[Any, Key] | None:

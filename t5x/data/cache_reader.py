@@ -24,28 +24,26 @@ import threading
 import urllib.parse
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from t5x.data import example_encoding
-from t5x.data.code_hashes import PYTHON, fingerprint
+from t5x.data.code_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
+from t5x.data.feature_spec import CacheableTask
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
 from t5x.files import cache_directory, local_copies, user_files
-from t5x.files.directories import Directory, open_directory
-from t5x.files.directories import split as split_path
+from t5x.files.directory import Directory, open_directory
+from t5x.files.directory import split as split_path
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.telemetry import copy_progress
-
-if TYPE_CHECKING:
-    from t5x.data.tasks import Task
 
 logger = logging.getLogger(__name__)
 
 Example = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2  # 1: the hashes of code were of bytecode
 INFO, COMPLETED = "info.json", "COMPLETED"
 _MAX_OPEN_SHARDS = 512
 _BUFFER = 1 << 16  # bytes read at once; an example is small
@@ -72,7 +70,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.array_record"
 
 
-def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples | None":
+def find(task: CacheableTask, split: str, *, need_text: bool = True) -> "CachedExamples | None":
     """Return the cache of a split if there is a valid one.
 
     Args:
@@ -131,7 +129,10 @@ class CachedExamples:
         if info is None:
             raise Unusable(f"it has no {INFO}")
         if info.get("format") != FORMAT:
-            raise Unusable(f"its format is {info.get('format')}; this version of t5x reads {FORMAT}")
+            raise Unusable(
+                f"its format is {info.get('format')}; this version of t5x reads {FORMAT} (`t5x cache --overwrite` "
+                "rewrites it)"
+            )
         self.info = info
         completed = read_json(files, COMPLETED)
         if completed is None:
@@ -159,7 +160,7 @@ class CachedExamples:
                 raise Unusable(f"{name} has {there} bytes instead of {size} (`t5x cache` rewrites it)")
         self._shards = [copy.path for copy in copies]
 
-    def check(self, task: "Task", split: str) -> None:
+    def check(self, task: CacheableTask, split: str) -> None:
         """Raise Unusable if the cache does not match the task."""
         written = self.info["identity"]
         steps = count_cacheable(task.preprocessors)
@@ -243,10 +244,10 @@ def count_in(content: Mapping[str, Any], name: str, low: int = 0) -> int:
 # --- Identity of a cache ----------------------------------------------------------------------------------------------
 
 
-_preprocessors: weakref.WeakKeyDictionary["Task", list[dict[str, str]]] = weakref.WeakKeyDictionary()
+_preprocessors: weakref.WeakKeyDictionary[CacheableTask, list[dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
-def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[str, Any]:
+def identity(task: CacheableTask, split: str, steps: int, source: Any = None) -> dict[str, Any]:
     """Return what the content of a cache depends on, as JSON values.
 
     Args:
@@ -260,17 +261,13 @@ def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[s
         "source": task.source.fingerprint(split) if source is None else source,
         "features": describe_features(task.output_features, lambda used: fingerprint((used, type(used).encode))),
         "preprocessors": _preprocessors[task],
-        "versions": {
-            "Python": PYTHON,
-            "sentencepiece": importlib.metadata.version("sentencepiece"),
-        },
+        "versions": {"sentencepiece": importlib.metadata.version("sentencepiece")},
     }
     return json.loads(json.dumps(described))
 
 
 def describe_differences(written: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return short descriptions of what has changed since a cache was written."""
-    found = list(changed_values("the version of", written["versions"], now["versions"]))
-    if not found:  # else hashes of code cannot be compared
-        found = list(changed_task(written, now))
-    return found if len(found) <= _MAX_DIFFERENCES else [*found[:_MAX_DIFFERENCES], "and more"]
+    changes = list(changed_values("the version of", written["versions"], now["versions"]))
+    changes += changed_task(written, now)
+    return changes if len(changes) <= _MAX_DIFFERENCES else [*changes[:_MAX_DIFFERENCES], "and more"]

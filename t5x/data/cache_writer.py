@@ -26,7 +26,7 @@ from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
-from t5x.files.directories import Directory, open_directory
+from t5x.files.directory import Directory, open_directory
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.lazy_imports import import_extra
 from t5x.telemetry.progress import Progress

@@ -1,48 +1,63 @@
 """Hashes of Python functions and values: equal in every process, different if the results may differ.
 
-A function is hashed by its bytecode, constants, defaults, closure and the globals that it reads, recursively. Functions
-and classes of the standard library and of installed packages are hashed by their name and the package's version. Those
-in the user's own files and in the package of the value passed to `fingerprint` are followed, and so are functions of
-t5x; classes of t5x are hashed by name. Line numbers, comments, docstrings and names of local variables do not count.
-Bytecode, and therefore these hashes, belong to one minor version of Python.
+A function is hashed by the syntax tree of its source, its defaults, its closure and the globals that it reads,
+recursively. Functions and classes of the standard library and of installed packages are hashed by their name and the
+package's version. Those in the user's own files and in the package of the value passed to `fingerprint` are followed,
+and so are functions of t5x; classes of t5x are hashed by name. Names are qualified by package, not by module, because
+code moves. Line numbers, comments, docstrings, annotations and names of local variables do not count.
+
+These hashes are the same under every supported version of Python. The exception is code without source (`exec`), or
+whose file was edited after its import: it is hashed by its bytecode, and so are classes whose attributes differ between
+versions (enums). The hash then ends with that version: see `same_code`.
 
 A checkpoint outlives versions of packages, including t5x. In the hashes that it stores (`lasting`), functions and
 classes of packages and of t5x are hashed by their name, arguments and closures. Versions, the order of a dict's items,
 and the states of random generators do not count there.
 """
 
+import ast
+import copyreg
 import dis
+import enum
 import functools
 import hashlib
 import importlib.metadata
-import inspect
+import linecache
 import os
 import random
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # hashes of functions depend on its bytecode
-_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _NOT_OF_A_CLASS = {
     "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl",
-    "__slotnames__", "__parameters__",
+    "__slotnames__", "__parameters__", "__dataclass_params__", "__replace__",
 }  # fmt: skip
+_IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_params", "returns"}
 
 
 def fingerprint(value: Any, *, lasting: bool = False) -> str:
-    """Return the hash of a value, in hexadecimal.
+    """Return the hash of a value, in hexadecimal, and the version of Python if it depends on that.
 
     Args:
       lasting: for comparison after upgrades, see above.
     """
-    return _Walk(_package_of(value), lasting)(value).hex()
+    walk = _Walk(_package_of(value), lasting)
+    digest = walk(value).hex()
+    return f"{digest} {_PYTHON}" if walk.depends_on_python else digest
+
+
+def same_code(one: str, other: str) -> bool:
+    """Return whether two hashes are equal, or cannot be compared because they belong to two versions of Python."""
+    versions = [digest.partition(" ")[2] for digest in (one, other)]
+    return one == other or (all(versions) and versions[0] != versions[1])
 
 
 def _package_of(value: Any) -> str | None:
@@ -61,10 +76,11 @@ class _Walk:
         self._lasting = lasting
         self._hashed: dict[int, bytes] = {}  # functions and classes only: they outlive the walk, so ids stay valid
         self._above: set[int] = set()
+        self.depends_on_python = False
 
     def __call__(self, value: Any) -> bytes:
         if type(value) in _SCALARS:
-            return _hash(type(value).__name__, repr(value))
+            return _hash(type(value).__name__, ascii(value))
         if id(value) in self._hashed:
             return self._hashed[id(value)]
         if id(value) in self._above:
@@ -90,12 +106,14 @@ class _Walk:
             case type():
                 return self._class(value)
             case types.ModuleType():
-                return _hash("module", value.__name__, self._version(value.__name__) or "")
+                package = _package(value.__name__)
+                return _hash("module", package if package == "t5x" else value.__name__,
+                             self._version(value.__name__) or "")  # fmt: skip
             case types.MethodType():
                 return self._all("method", (value.__func__, value.__self__))
             case types.BuiltinFunctionType():
                 bound = None if isinstance(value.__self__, types.ModuleType) else value.__self__
-                return _hash("builtin", self._place(value.__module__), value.__qualname__, self(bound))
+                return _hash("builtin", _package(value.__module__), value.__qualname__, self(bound))
             case functools.partial():
                 return self._all("partial", (value.func, value.args, value.keywords))
             case staticmethod() | classmethod():
@@ -126,11 +144,12 @@ class _Walk:
         if hasattr(value, "__wrapped__"):  # functools.cache
             return self(value.__wrapped__)
         try:
-            reduced = value.__reduce_ex__(2)
+            reduce = copyreg.dispatch_table.get(type(value))  # of regular expressions
+            reduced = reduce(value) if reduce else value.__reduce_ex__(2)
         except Exception:  # e.g. a lock or an open file: examples do not depend on it
             return self._all("opaque", (type(value),))
         if isinstance(reduced, str):
-            return _hash("global", type(value).__module__, reduced)
+            return _hash("global", _package(type(value).__module__), reduced)
         return self._all(
             "object",
             [type(value)] + [part if at < 3 else list(part or ()) for at, part in enumerate(reduced[:5]) if at],
@@ -140,25 +159,34 @@ class _Walk:
         version = self._version(function.__module__)
         inner = "<locals>" in function.__qualname__  # its closure has the outer function's arguments
         if version is not None and not (self._lasting and inner):
-            return _hash("function", self._place(function.__module__), function.__qualname__, version)
+            return _hash("function", _package(function.__module__), function.__qualname__, version)
         cells = []
         for cell in function.__closure__ or ():
             try:
                 cells.append(cell.cell_contents)
             except ValueError:  # an empty cell
                 cells.append(Ellipsis)
-        given = (function.__defaults__, function.__kwdefaults__)
+        defaults = (function.__defaults__, function.__kwdefaults__)
         if version is not None:
-            return _hash("function", function.__qualname__, self._all("given", (given, cells)))
-        names = _names(function.__code__) - _stored(function.__code__)
-        found = [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
+            return _hash("function", function.__qualname__, self._all("given", (defaults, cells)))
+        code = function.__code__
+        names = _names(code) - _stored(code)
+        used = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+        digests = {name: self._global(value, names, frozenset()) for name, value in used.items()}
+        if node := _node_of(code):
+            modules = [name for name, value in used.items() if isinstance(value, types.ModuleType)]
+            aliases = {name: digests.pop(name).hex() for name in modules}
+            body = _hash("source", ascii(_canonical_function(node, used.keys(), aliases)))
+        else:
+            self.depends_on_python = True
+            body = self(code)
         return _hash(
             "function",
             function.__qualname__,
-            self(function.__code__),
-            self._all("arguments", given),
+            body,
+            self._all("arguments", defaults),
             self._all("closure", cells),
-            *(part for name, value in found for part in (name, self._global(value, names, frozenset()))),
+            *(part for name, digest in digests.items() for part in (name, digest)),
         )
 
     def _global(self, value: Any, names: frozenset[str], above: frozenset[int]) -> bytes:
@@ -172,16 +200,20 @@ class _Walk:
     def _code(self, code: types.CodeType) -> bytes:
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return _hash(
-            "code", code.co_code, code.co_exceptiontable, self(_constants(code)), " ".join(code.co_names),
+            "code", code.co_code, code.co_exceptiontable, self(code.co_consts), " ".join(code.co_names),
             " ".join(parameters), f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}",
             str(code.co_flags),
         )  # fmt: skip
 
     def _class(self, kind: type) -> bytes:
-        version = "" if kind.__module__.partition(".")[0] == "t5x" else self._version(kind.__module__)
+        version = "" if _package(kind.__module__) == "t5x" else self._version(kind.__module__)
         if version is not None:
-            return _hash("class", self._place(kind.__module__), kind.__qualname__, version)
-        parts = [(name, value) for name, value in sorted(vars(kind).items()) if name not in _NOT_OF_A_CLASS]
+            return _hash("class", _package(kind.__module__), kind.__qualname__, version)
+        self.depends_on_python |= issubclass(kind, enum.Enum)
+        parts = [
+            (name, value) for name, value in sorted(vars(kind).items())
+            if name not in _NOT_OF_A_CLASS and not _is_generated(value)
+        ]  # fmt: skip
         return _hash(
             "class",
             kind.__qualname__,
@@ -191,13 +223,19 @@ class _Walk:
 
     def _version(self, module: str | None) -> str | None:
         """Return the version of a module that is hashed by version; None for one that is followed."""
-        top = (module or "").partition(".")[0]
+        top = _package(module)
         version = None if top in self._own else "" if top == "t5x" else _installed_version(top)
         return "" if self._lasting and version is not None else version
 
-    def _place(self, module: str | None) -> str:
-        """Return the module of an object; its package in lasting hashes, because modules may be renamed."""
-        return (module or "").partition(".")[0] if self._lasting else module or ""
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _is_generated(value: Any) -> bool:
+    """Return whether a method was written by `dataclass`, from the fields."""
+    code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
+    return code is not None and code.co_qualname.startswith("__create_fn__.")
 
 
 @functools.cache
@@ -218,25 +256,122 @@ def _installed_version(package: str) -> str | None:
         return ""
 
 
-def _constants(code: types.CodeType) -> tuple[Any, ...]:
-    """Return the constants of a code object, with None instead of a function's docstring."""
-    # Functions and lambdas reserve the first constant for it; comprehensions and class bodies do not.
-    is_documented = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
-    if is_documented and code.co_consts and isinstance(code.co_consts[0], str):
-        return (None, *code.co_consts[1:])
-    return code.co_consts
-
-
 def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in a function and in its nested functions."""
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    names = {name for nested in _nested(code) for name in nested.co_names}
+    return frozenset(names - {"__name__", "__file__", "__package__", "__spec__", "__doc__"})  # they change with a move
 
 
 def _stored(code: types.CodeType) -> frozenset[str]:
     """Return the globals that a function sets itself: state it stores, not inputs it depends on."""
-    own = [step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
-    return frozenset(own).union(*(_stored(const) for const in code.co_consts if isinstance(const, types.CodeType)))
+    steps = [step for nested in _nested(code) for step in dis.get_instructions(nested)]
+    return frozenset(step.argval for step in steps if step.opname == "STORE_GLOBAL")
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+# --- Source -----------------------------------------------------------------------------------------------------------
+
+
+def _node_of(code: types.CodeType) -> ast.AST | None:
+    """Return the syntax tree of a function, or None if there is no source or it is not the source of this code."""
+    linecache.checkcache(code.co_filename)
+    nodes, codes = _parsed("".join(linecache.getlines(code.co_filename)), code.co_filename)
+    if code not in codes:
+        return None
+    matching = nodes.get((code.co_name, code.co_firstlineno), [])
+    if len(matching) > 1:  # lambdas of one line: of those that enclose all instructions, the innermost is last
+        columns = {p for p in code.co_positions() if None not in p and p[2:] != (0, 0)}  # (0, 0): not of the body
+        constants = [ascii(value) for value in code.co_consts]  # 3.12 locates no instruction of `lambda: True`
+        matching = [
+            node for node in matching
+            if (all(_encloses(node.body, position) for position in columns) if columns
+                else isinstance(node.body, ast.Constant) and ascii(node.body.value) in constants)
+        ][-1:]  # fmt: skip
+    return matching[0] if matching else None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, path: str) -> tuple[dict[tuple[str, int], list[Any]], set[types.CodeType]]:
+    """Return the functions in a file's source: {(name, first line): syntax trees}, and their compiled code."""
+    nodes: dict[tuple[str, int], list[Any]] = {}
+    try:
+        tree, module = ast.parse(text), compile(text, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return nodes, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            line = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+            nodes.setdefault((getattr(node, "name", "<lambda>"), line), []).append(node)
+    return nodes, set(_nested(module))
+
+
+def _encloses(node: Any, position: Any) -> bool:
+    line, end_line, column, end_column = position
+    start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return start <= (line, column) and (end_line, end_column) <= end
+
+
+def _canonical_function(node: Any, global_names: Set[str], aliases: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return a function's syntax tree as nested tuples that are the same under every version of Python.
+
+    `ast.dump` is not: 3.12 adds `type_params`, and 3.13 omits empty lists. Names of local variables are replaced by
+    numbers, except for parameters.
+
+    Args:
+      global_names: names of globals that the function reads.
+      aliases: what replaces the names of modules, which may be imported under any name.
+    """
+    numbers: dict[str, int] = {}
+    local = _local_names(node) - global_names
+
+    def canonical(value: Any) -> Any:
+        if isinstance(value, list):
+            return [canonical(child) for child in value]
+        if not isinstance(value, ast.AST):
+            return ascii(value)
+        fields = {name: child for name in value._fields if (child := getattr(value, name, None)) not in (None, [])}
+        match value:
+            case ast.Name(id=name) if name in local:
+                return "local", numbers.setdefault(name, len(numbers))
+            case ast.Name(id=name):
+                return "Name", aliases.get(name, name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if ast.get_docstring(value) is not None:
+                fields["body"] = value.body[1:]
+            case ast.JoinedStr():  # 3.12 ends nested format specifications with an empty string
+                fields["values"] = [v for v in value.values if not (isinstance(v, ast.Constant) and v.value == "")]
+            case ast.arg():
+                fields.pop("annotation", None)
+            case ast.ImportFrom(module=str(module)) if _package(module) == "t5x":
+                fields["module"] = "t5x"
+        return type(value).__name__, *((k, canonical(v)) for k, v in sorted(fields.items()) if k not in _IGNORED_FIELDS)
+
+    parameters = ast.arguments(**vars(node.args) | {"defaults": [], "kw_defaults": []})  # hashed by their values
+    body = node.body
+    if isinstance(body, list):
+        body = body[ast.get_docstring(node) is not None :]
+    return type(node).__name__, canonical(parameters), canonical(body)
+
+
+def _local_names(node: ast.AST) -> set[str]:
+    """Return the names that only assignments, loops and the like in a function bind."""
+    stored, otherwise = set(), set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            stored |= {child.id} if isinstance(child.ctx, ast.Store) else set()
+        elif isinstance(child, ast.ClassDef):
+            otherwise |= {name.id for name in ast.walk(child) if isinstance(name, ast.Name)}
+        elif not isinstance(child, ast.Constant):  # names of parameters, imports, attributes, ...
+            for _, value in ast.iter_fields(child):
+                values = value if isinstance(value, list) else [value]
+                otherwise |= {name for name in values if isinstance(name, str)}
+    return stored - otherwise
 
 
 def _hash(*parts: str | bytes) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from t5x.data.code_hashes import PYTHON, fingerprint
+from t5x.data.code_hashes import fingerprint, same_code
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, name_of
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 Fingerprint = dict[str, Any]
 
-_FORMAT = 1
+_FORMAT = 2
+_OLDER_FORMAT = 1  # the hashes of code are of bytecode
 _JSON_TYPES = (type(None), bool, int, float, str)
 _NOT_OF_A_CONVERTER = ("trimmed", "_apply_length_check")
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -37,7 +38,6 @@ def start_fingerprint(
     settings = {name: value for name, value in vars(converter).items() if name not in _NOT_OF_A_CONVERTER}
     described: dict[str, Any] = {
         "format": _FORMAT,
-        "python": PYTHON,
         "lengths": dict(lengths),
         "converter": {"name": type(converter).__name__, "arguments": _json_values(settings),
                       "hash": _hash((type(converter), settings))},
@@ -124,58 +124,57 @@ def try_fingerprint(function: Callable[[], Any], task: str) -> Any:
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints. Log what cannot be compared."""
-    if before["format"] != now["format"]:
+    if before["format"] not in (_OLDER_FORMAT, now["format"]):
         logger.info("the data fingerprint has another version: cannot check whether the data has changed")
         return []
-    same_python = before["python"] == now["python"]
-    if not same_python:
+    compare_code = before["format"] == now["format"]
+    if not compare_code:
         logger.info(
-            "Python was %s and is %s: cannot check whether the code of preprocessors has changed",
-            before["python"], now["python"],
-        )  # fmt: skip
-    found = list(changed_values("the length of", before["lengths"], now["lengths"]))
-    found += _changed_call("feature converter", before["converter"], now["converter"], same_python)
+            "an earlier version of t5x saved the data fingerprint: comparing preprocessors by name and arguments only"
+        )
+    changes = list(changed_values("the length of", before["lengths"], now["lengths"]))
+    changes += _changed_call("feature converter", before["converter"], now["converter"], compare_code)
     several = len(now["tasks"]) > 1
     for name in before["tasks"].keys() & now["tasks"].keys():  # the loader reports other names
-        one, other = before["tasks"][name], now["tasks"][name]
-        if one["source"] is None or other["source"] is None:
+        stored, current = before["tasks"][name], now["tasks"][name]
+        if stored["source"] is None or current["source"] is None:
             logger.info("task %r: no fingerprint of its source, or of its cache's: cannot check for changes", name)
-        changes = changed_task(one, other, same_python)
-        found += [f"task {name}: {change}" if several else change for change in changes]
-    return found
+        of_task = changed_task(stored, current, compare_code)
+        changes += [f"task {name}: {change}" if several else change for change in of_task]
+    return changes
 
 
-def changed_task(before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool = True) -> Iterator[str]:
+def changed_task(before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool = True) -> Iterator[str]:
     """Describe the changes of a task's source, preprocessors and features.
 
     Args:
-      same_python: False ignores hashes of code, which depend on the version of Python.
+      compare_code: False ignores hashes of code.
     """
     if before["source"] is not None and now["source"] is not None:
-        yield from _changed_source(before["source"], now["source"], same_python)
+        yield from _changed_source(before["source"], now["source"], compare_code)
     steps = [[step["name"] for step in task["preprocessors"]] for task in (before, now)]
     if steps[0] != steps[1]:
         yield f"the preprocessors were {' and are '.join(', '.join(names) or 'none' for names in steps)}"
     else:
-        for one, other in zip(before["preprocessors"], now["preprocessors"], strict=True):
-            yield from _changed_call("preprocessor", one, other, same_python)
+        for stored, current in zip(before["preprocessors"], now["preprocessors"], strict=True):
+            yield from _changed_call("preprocessor", stored, current, compare_code)
     for feature in dict(before["features"] | now["features"]):
-        one, other = before["features"].get(feature), now["features"].get(feature)
-        if one is None or other is None:
-            yield f"the feature {feature!r} {'is new' if one is None else 'was removed'}"
-        elif one["hash"] != other["hash"]:
-            yield f"the vocabulary of {feature!r} has changed ({one['vocabulary']}, now {other['vocabulary']})"
+        stored, current = before["features"].get(feature), now["features"].get(feature)
+        if stored is None or current is None:
+            yield f"the feature {feature!r} {'is new' if stored is None else 'was removed'}"
+        elif not same_code(stored["hash"], current["hash"]):
+            yield f"the vocabulary of {feature!r} has changed ({stored['vocabulary']}, now {current['vocabulary']})"
         else:
-            one, other = ({key: of[key] for key in ("add_eos", "dtype", "rank")} for of in (one, other))
-            yield from changed_values(f"feature {feature!r}:", one, other)
+            settings = ({key: of[key] for key in ("add_eos", "dtype", "rank")} for of in (stored, current))
+            yield from changed_values(f"feature {feature!r}:", *settings)
 
 
-def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool) -> Iterator[str]:
+def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool) -> Iterator[str]:
     name = now.get("class")
     if before.get("class") != name:
         yield f"the source was a {before.get('class')} and is a {name}"
         return
-    if same_python and before.get("settings") != now.get("settings"):
+    if compare_code and not same_code(before.get("settings", ""), now.get("settings", "")):
         yield f"the arguments or code of the source {name} have changed"
     files, files_now = before.get("files", []), now.get("files", [])
     if len(files) != len(files_now):
@@ -190,13 +189,13 @@ def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], same_pyth
         yield f"the examples of the source {name} have changed"
 
 
-def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool) -> Iterator[str]:
+def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool) -> Iterator[str]:
     if before["name"] != now["name"]:
         yield f"the {what} was {before['name']} and is {now['name']}"
         return
     arguments = (call.get("arguments", {}) for call in (before, now))
     changed = list(changed_values(f"{what} {now['name']}:", *arguments))
-    if same_python and not changed and before["hash"] != now["hash"]:
+    if compare_code and not changed and not same_code(before["hash"], now["hash"]):
         changed = [f"the {what} {now['name']}, its arguments or a function it calls has changed"]
     yield from changed
 

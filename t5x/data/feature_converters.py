@@ -104,9 +104,17 @@ class FeatureConverter(abc.ABC):
         """Convert examples one by one, or a tf.data.Dataset as seqio's converter of the same name does."""
         if not hasattr(ds, "element_spec"):
             return [self.convert_row([example], task_feature_lengths) for example in ds]
-        from t5x.data.seqio_converters import convert_dataset
+        import seqio
 
-        return convert_dataset(self, ds, task_feature_lengths)
+        if self.bos_id or self.pad_id:
+            raise UserError(
+                f"seqio's converters pad with 0, and the model has decoder_start_token_id {self.bos_id} and "
+                f"pad_token_id {self.pad_id}: use tasks of t5x.data."
+            )
+        seqio_converter = getattr(seqio, type(self).__name__, None)
+        if seqio_converter is None:
+            raise UserError(f"seqio has no {type(self).__name__}, so a tf.data.Dataset cannot be converted by it.")
+        return seqio_converter(pack=self.pack)(ds, dict(task_feature_lengths))
 
     def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
         """Return the number of positions of a row in each packed feature; (1,), one example, without packing."""

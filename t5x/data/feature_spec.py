@@ -1,9 +1,12 @@
-"""The specification of a task's features."""
+"""The specification of a task's features, and what pipelines and caches need to know of each other."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
+from t5x.data.sources import DataSource
 from t5x.data.vocabularies import Vocabulary
 
 
@@ -28,3 +31,22 @@ class Feature:
     def __post_init__(self):
         # TensorFlow's dtypes, common in seqio tasks, carry their numpy equivalent.
         object.__setattr__(self, "dtype", np.dtype(getattr(self.dtype, "as_numpy_dtype", self.dtype)).name)
+
+
+class CacheableTask(Protocol):
+    """What the cache of a task depends on."""
+
+    name: str
+    source: DataSource
+    output_features: dict[str, Feature]
+    preprocessors: tuple[Callable[..., Any], ...]
+
+
+class ExamplesCache(Protocol):
+    """The results of a task's first preprocessors; see `t5x.data.cache_reader.CachedExamples`."""
+
+    steps: int
+    num_examples: int
+    info: Mapping[str, Any]
+
+    def examples(self, index: int) -> list[dict[str, Any]]: ...

@@ -147,6 +147,10 @@ class TrainLoader(Iterator[Batch]):
         """Start computing the fingerprint of the data for `changes`. Call it before the first batch."""
         return start_fingerprint(self._config.pipelines, self._config.converter, self._config.lengths)
 
+    def content_bytes(self) -> int:
+        """Return the number of bytes in files that the fingerprint covers."""
+        return sum(pipeline.content_bytes() for pipeline in self._config.pipelines)
+
     def changes(self, state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> list[str]:
         """Describe how the data has changed since `state` was saved.
 

@@ -6,17 +6,14 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from t5x.data.feature_spec import Feature
+from t5x.data.feature_spec import ExamplesCache, Feature
 from t5x.data.preprocessor_kinds import CacheDatasetPlaceholder, ConcatenateAndSplit
 from t5x.data.sources import BadExample, DataSource
 from t5x.errors import UserError
-
-if TYPE_CHECKING:
-    from t5x.data.cache_reader import CachedExamples
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
@@ -63,7 +60,7 @@ class Pipeline:
         output_features: Mapping[str, Feature],
         sequence_length: Mapping[str, int] | None = None,
         seed: int = 0,
-        cached: "CachedExamples | None" = None,
+        cached: ExamplesCache | None = None,
     ):
         source.check_split(split)
         for feature in output_features.values():
@@ -103,6 +100,10 @@ class Pipeline:
         if (cached := self.cached) is None:
             return self._source.content_fingerprint(self.split)
         return lambda: cached.info.get("content")
+
+    def content_bytes(self) -> int:
+        """See `DataSource.content_bytes`."""
+        return 0 if self.cached else self._source.content_bytes(self.split)
 
     def source_fingerprint(self) -> dict[str, Any]:
         """See `DataSource.fingerprint`."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from t5x.data import cache_reader, example_encoding
-from t5x.data.code_hashes import PYTHON, fingerprint
+from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
@@ -368,7 +368,7 @@ def _hash(value: Any) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"Python": PYTHON}
+    found: dict[str, str | None] = {}
     for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
         try:
             found[package] = importlib.metadata.version(package)

@@ -25,21 +25,6 @@ def make_converter(converter_cls: Callable[..., Any], pack: bool) -> FeatureConv
     return converter if isinstance(converter, FeatureConverter) else SeqioConverter(converter)
 
 
-def convert_dataset(converter: FeatureConverter, ds: Any, task_feature_lengths: Lengths) -> Any:
-    """Convert a tf.data.Dataset by the converter of seqio that has the name of ours."""
-    import seqio
-
-    if converter.bos_id or converter.pad_id:
-        raise UserError(
-            f"seqio's converters pad with 0, and the model has decoder_start_token_id {converter.bos_id} and "
-            f"pad_token_id {converter.pad_id}: use tasks of t5x.data."
-        )
-    theirs = getattr(seqio, type(converter).__name__, None)
-    if theirs is None:
-        raise UserError(f"seqio has no {type(converter).__name__}, so a tf.data.Dataset cannot be converted by it.")
-    return theirs(pack=converter.pack)(ds, dict(task_feature_lengths))
-
-
 class SeqioConverter(FeatureConverter):
     """A seqio.FeatureConverter, fed one row at a time.
 

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
-import t5x
 from t5x import user_modules
+from t5x._runtime.version import PACKAGE
 from t5x.data import example_encoding
 from t5x.data.dataset_config import imported_task_modules
 from t5x.data.sources import BadExample
@@ -29,11 +29,11 @@ _ERRORS = {"bad": BadExample, "user": UserError, "bug": RuntimeError}
 _SERVE = """\
 import importlib.util, os.path, sys
 spec = importlib.util.spec_from_file_location(
-    "t5x", {file!r}, submodule_search_locations=[os.path.dirname({file!r})])
+    "t5x", os.path.join({package!r}, "__init__.py"), submodule_search_locations=[{package!r}])
 sys.modules["t5x"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["t5x"])
 from {module} import {function}
-from t5x.data.worker_process import serve
+from {serve} import serve
 serve({function})
 """
 
@@ -42,7 +42,7 @@ Run = Callable[[Any, Any, "Parent"], None]
 
 def start(run: Run) -> subprocess.Popen[bytes]:
     """Start a process that calls `serve(run)`, with pipes to it; `run` is a function of a module of t5x."""
-    program = _SERVE.format(file=os.path.abspath(t5x.__file__), module=run.__module__, function=run.__name__)
+    program = _SERVE.format(package=PACKAGE, module=run.__module__, function=run.__name__, serve=__name__)
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
     command = [sys.executable, "-P", "-c", program]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -8,8 +8,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x.decoding import limits, rows
+from t5x.decoding import limits
 from t5x.decoding.loop import decoding_loop, is_row_independent
+from t5x.decoding.rows import is_eos, map_cache, repeat_rows, set_token, start_from_prompts, take_beams, token_at, top_k
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
 from t5x.errors import ArgumentError
 
@@ -41,7 +42,7 @@ class _Fixed:
     """Inputs that no step changes.
 
     Attributes:
-      prompts: int32 [batch, length + 1], see `rows.start_from_prompts`.
+      prompts: int32 [batch, length + 1], see `start_from_prompts`.
       prompt_end, limit: int32 [batch], last position of the prompt and of the output.
       alpha, length_penalty, min_log_prob: arguments of `beam_search`, one value or one per example.
     """
@@ -131,14 +132,14 @@ def beam_search(
         limits.check_length_exponent(name, exponent, length)
     if isinstance(min_log_prob, float) and math.isnan(min_log_prob):
         raise ArgumentError("min_log_prob is nan; it must be a number (-1e7 keeps every beam).")
-    prompts, index, prompt_end = rows.start_from_prompts(inputs[:, :length], initial_index, pad_id)
+    prompts, index, prompt_end = start_from_prompts(inputs[:, :length], initial_index, pad_id)
     limit = jnp.where(jnp.asarray(max_decode_step) > 0, jnp.minimum(prompt_end + max_decode_step, length), length)
-    eos = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
+    eos = jax.tree.map(lambda token: jnp.asarray(token, jnp.int32), eos_id)
     rank = jnp.arange(2 * num_decodes)
     # `top_k` prefers the first of equal values, and T5X's first beam is its worst. Hugging Face's is its best.
     is_t5x = length_penalty is None
     ties = slice(None, None, -1 if is_t5x else 1)
-    beam_at = jnp.arange(num_decodes)[ties]
+    beam_order = jnp.arange(num_decodes)[ties]
 
     def score(fixed: _Fixed, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Score sequences [batch, n] whose last token is at `position` [batch]."""
@@ -161,41 +162,41 @@ def beam_search(
     def step(tokens_to_logits: TokensToLogits, fixed: _Fixed, beams: _Beams) -> _Beams:
         batch = beams.index.size
         live = beams.live.reshape(batch * num_decodes, -1)
-        at, prompt_end = (jnp.repeat(x, num_decodes, axis=0) for x in (beams.index, fixed.prompt_end))
-        state = DecodingState(at, live, rows.token_at(live, at)[:, None], beams.cache, prompt_end, eos)
+        index, prompt_end = (jnp.repeat(x, num_decodes, axis=0) for x in (beams.index, fixed.prompt_end))
+        state = DecodingState(index, live, token_at(live, index)[:, None], beams.cache, prompt_end, eos)
         logits, cache = tokens_to_logits(state)
         logits = logits.astype(jnp.float32)
         if logit_callback_fn is not None:
             logits = logit_callback_fn(jax.nn.log_softmax(logits), state)
         logits = logits.reshape(batch, num_decodes, -1)
-        log_probs, tokens = rows.top_k(logits, min(2 * num_decodes, logits.shape[-1]))
+        log_probs, tokens = top_k(logits, min(2 * num_decodes, logits.shape[-1]))
         if logit_callback_fn is None:  # normalize the top k only, not the whole vocabulary
             top = log_probs[..., :1]
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         totals = beams.live_log_probs[..., None] + log_probs
         totals = jnp.where(totals > fixed.min_log_prob, totals, -jnp.inf)
-        candidates, chosen = rows.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
-        parents = beam_at[chosen // tokens.shape[-1]]
+        candidates, chosen = top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
+        parents = beam_order[chosen // tokens.shape[-1]]
         tokens = jnp.take_along_axis(tokens[:, ties].reshape(batch, -1), chosen, axis=1)
 
         following = beams.index + 1
-        prompt = rows.token_at(fixed.prompts, following)[:, None]
+        prompt = token_at(fixed.prompts, following)[:, None]
         forced = prompt != pad_id
         candidates = jnp.where(forced, jnp.where(rank == 0, beams.live_log_probs[:, :1], -jnp.inf), candidates)
         tokens, parents = jnp.where(forced, prompt, tokens), jnp.where(forced, 0, parents)
-        grown = rows.set_token(rows.take_beams(beams.live, parents), following[:, None], tokens)
+        grown = set_token(take_beams(beams.live, parents), following[:, None], tokens)
 
-        ends = finishing = rows.is_eos(tokens, eos) & ~forced
+        ends = finishing = is_eos(tokens, eos) & ~forced
         if not is_t5x:
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
         all_scores = jnp.concatenate([beams.finished_scores[:, ties], ended], axis=1)
-        finished_scores, chosen = rows.top_k(all_scores, num_decodes)
-        finished = rows.take_beams(jnp.concatenate([beams.finished[:, ties], grown], axis=1), chosen)
+        finished_scores, chosen = top_k(all_scores, num_decodes)
+        finished = take_beams(jnp.concatenate([beams.finished[:, ties], grown], axis=1), chosen)
 
-        live_log_probs, chosen = rows.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
+        live_log_probs, chosen = top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
-            cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
+            cache = _reorder_cache(cache, take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]
         worst = finished_scores[:, -1:]  # -inf until there are enough
         is_better = jnp.greater_equal if is_t5x else jnp.greater
@@ -207,7 +208,7 @@ def beam_search(
         return beams.replace(
             index=if_open(following, beams.index),
             open=beams.open & (following < fixed.limit) & improves[:, 0],
-            live=if_open(rows.take_beams(grown, chosen), beams.live),
+            live=if_open(take_beams(grown, chosen), beams.live),
             live_log_probs=if_open(live_log_probs, beams.live_log_probs),
             finished=if_open(finished, beams.finished),
             finished_scores=if_open(finished_scores, beams.finished_scores),
@@ -217,7 +218,7 @@ def beam_search(
     start = jnp.repeat(prompts[:, None], num_decodes, axis=1)
     missing = jnp.full((batch, num_decodes), -jnp.inf)
     beams = _Beams(index, index < limit, start, missing.at[:, 0].set(0.0), jnp.zeros_like(start), missing, None)
-    cache = rows.repeat_rows(cache, batch, num_decodes, cache_offset)
+    cache = repeat_rows(cache, batch, num_decodes, cache_offset)
     beams = beams.replace(cache=_with_row_offsets(cache, inputs.shape[1]) if num_decodes > 1 else cache)
     number = functools.partial(jnp.asarray, dtype=jnp.float32)
     penalty = None if length_penalty is None else number(length_penalty)
@@ -247,7 +248,10 @@ def brevity_penalty(alpha: float | jax.Array, length: int | jax.Array) -> jax.Ar
 
 def _with_row_offsets(cache: Any, length: int) -> Any:
     """Replace the network's entry `row_offsets` [rows, 1], if there is one, by zeros [rows, length]."""
-    fill = lambda path, x: jnp.zeros((x.shape[0], length), x.dtype) if _name(path) == _ROW_OFFSETS else x
+
+    def fill(path: tuple, x: jax.Array) -> jax.Array:
+        return jnp.zeros((x.shape[0], length), x.dtype) if _name(path) == _ROW_OFFSETS else x
+
     return jax.tree_util.tree_map_with_path(fill, cache)
 
 
@@ -262,13 +266,13 @@ def _reorder_cache(cache: Any, parents: jax.Array, index: jax.Array, axis: int) 
     batch, beams = parents.shape
 
     def take(x: jax.Array) -> jax.Array:
-        return rows.take_beams(x.reshape(batch, beams, *x.shape[1:]), parents).reshape(x.shape)
+        return take_beams(x.reshape(batch, beams, *x.shape[1:]), parents).reshape(x.shape)
 
     names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}
     if _ROW_OFFSETS not in names:
         for _ in range(axis):
             take = jax.vmap(take)
-        return rows.map_cache(take, cache, batch * beams, axis)
+        return map_cache(take, cache, batch * beams, axis)
 
     def follow(offsets: jax.Array) -> jax.Array:
         moved = jnp.where(jnp.arange(offsets.shape[1]) < jnp.repeat(index, beams)[:, None], offsets, 0)

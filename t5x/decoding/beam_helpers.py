@@ -9,7 +9,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t5x.decoding import rows
+from t5x.decoding.rows import take_beams, top_k
 from t5x.decoding.sampling import temperature_sample
 from t5x.decoding.state import NEG_INF
 
@@ -65,7 +65,7 @@ def gather_beams(
     Args:
       one_hot: no effect; T5X chooses by it how TPUs gather.
     """
-    return jax.tree.map(lambda x: x if x.ndim == 0 else rows.take_beams(x, beam_indices), nested)
+    return jax.tree.map(lambda x: x if x.ndim == 0 else take_beams(x, beam_indices), nested)
 
 
 def cache_gather_beams(
@@ -78,7 +78,7 @@ def cache_gather_beams(
     offset: int = 0,
 ) -> Any:
     """Take beams of a cache whose batch and beam axes are `offset` and `offset + 1`; see `gather_beams`."""
-    take = functools.partial(rows.take_beams, beams=beam_indices)
+    take = functools.partial(take_beams, beams=beam_indices)
     for _ in range(offset):
         take = jax.vmap(take)
     return cache_map(lambda x: x if x.ndim == 0 else take(x), nested)
@@ -92,7 +92,7 @@ def gather_topk_beams(nested: Any, score_or_log_prob: jax.Array, batch_size: int
 
 def top_k_two_stage(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Compute `jax.lax.top_k` over the last axis, which may be long."""
-    return rows.top_k(x, k)
+    return top_k(x, k)
 
 
 @flax.struct.dataclass

@@ -12,21 +12,33 @@ Example:
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.decoding import limits, rows
+from t5x.decoding import limits
 from t5x.decoding.loop import is_row_independent, row_independent
+from t5x.decoding.rows import is_eos
 from t5x.decoding.state import NEG_INF, LogitCallback, StateView
 from t5x.errors import UserError
 
-if TYPE_CHECKING:
-    from t5x.data.vocabularies import Vocabulary
-
 PENALTIES = (1e-3, 1e3)  # the smallest and the largest repetition penalty
+
+
+class ChoiceVocabulary(Protocol):
+    """What `text_choices` needs of a vocabulary, such as those of `t5x.data.vocabularies`."""
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    @property
+    def unk_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def chain(processors: Sequence[LogitCallback]) -> LogitCallback:
@@ -93,8 +105,8 @@ def min_length(tokens: int | jax.Array) -> LogitCallback:
 
     def process(logits: jax.Array, state: StateView) -> jax.Array:
         early = (state.cur_index - _prompt_end(state) < tokens)[:, None]
-        is_eos = rows.is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
-        return jnp.where(early & is_eos, NEG_INF, logits)
+        ends = is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
+        return jnp.where(early & ends, NEG_INF, logits)
 
     return row_independent(process) if jnp.ndim(tokens) == 0 else process
 
@@ -141,19 +153,19 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
             )
         node = jnp.zeros(logits.shape[0], jnp.int32)
         for depth in range(trie.depth):
-            at = _prompt_end(state) + 1 + depth
-            token = jnp.take_along_axis(state.sequences, at[:, None], axis=1, mode="clip")[:, 0]
-            node = jnp.where(at <= state.cur_index, trie.child(node, token), node)
+            position = _prompt_end(state) + 1 + depth
+            token = jnp.take_along_axis(state.sequences, position[:, None], axis=1, mode="clip")[:, 0]
+            node = jnp.where(position <= state.cur_index, trie.child(node, token), node)
         edges = trie.first_edge[node][:, None] + jnp.arange(trie.most_edges)
         tokens = jnp.asarray(trie.tokens)[jnp.minimum(edges, len(trie.tokens) - 1)]
         allowed = _mark(logits, tokens, edges < trie.first_edge[node + 1][:, None])
-        is_eos = rows.is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
-        return jnp.where(allowed | (is_eos & trie.ends[node][:, None]), logits, NEG_INF)
+        ends = is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
+        return jnp.where(allowed | (ends & trie.ends[node][:, None]), logits, NEG_INF)
 
     return process
 
 
-def text_choices(texts: Sequence[str], vocabulary: "Vocabulary", max_length: int | None = None) -> LogitCallback:
+def text_choices(texts: Sequence[str], vocabulary: ChoiceVocabulary, max_length: int | None = None) -> LogitCallback:
     """Allow only the given strings.
 
     Args:
@@ -164,7 +176,7 @@ def text_choices(texts: Sequence[str], vocabulary: "Vocabulary", max_length: int
     Raises:
       UserError: if a string cannot be generated, or has the same tokens as another.
     """
-    found: dict[tuple[int, ...], str] = {}
+    texts_by_ids: dict[tuple[int, ...], str] = {}
     for text in texts:
         ids = tuple(vocabulary.encode(text))
         problem = None
@@ -176,12 +188,12 @@ def text_choices(texts: Sequence[str], vocabulary: "Vocabulary", max_length: int
             problem = "contains the end-of-sequence token"
         elif max_length is not None and len(ids) >= max_length:
             problem = f"has {len(ids)} tokens and EOS: max_length must be at least {len(ids) + 1}, not {max_length}"
-        elif ids in found:
-            problem = f"has the same tokens as {found[ids]!r}"
+        elif ids in texts_by_ids:
+            problem = f"has the same tokens as {texts_by_ids[ids]!r}"
         if problem is not None:
             raise UserError(f"choices: {text!r} {problem}. Change or remove it.")
-        found[ids] = text
-    return choices(list(found))
+        texts_by_ids[ids] = text
+    return choices(list(texts_by_ids))
 
 
 class _Trie:
@@ -225,8 +237,8 @@ class _Trie:
             middle = (low + high) // 2
             less = (low < high) & (tokens[jnp.minimum(middle, len(self.tokens) - 1)] < token)
             low, high = jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.minimum(middle, high))
-        at = jnp.minimum(low, len(self.tokens) - 1)
-        return jnp.where((low < end) & (tokens[at] == token), children[at], self._sink)
+        edge = jnp.minimum(low, len(self.tokens) - 1)
+        return jnp.where((low < end) & (tokens[edge] == token), children[edge], self._sink)
 
 
 def _prompt_end(state: StateView) -> jax.Array:

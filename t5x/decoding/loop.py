@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
-from t5x.decoding import rows
+from t5x.decoding.rows import map_cache
 from t5x.decoding.state import LogitCallback, StateView, TokensToLogits
 from t5x.partitioning.logical import shards_of
 
@@ -40,7 +40,10 @@ class PerExampleLogits:
 
     def take(self, examples: jax.Array) -> "PerExampleLogits":
         """Restrict the function to the examples int [n]."""
-        take = lambda tree, axis: jax.tree.map(lambda x: jnp.take(x, examples, axis), tree)
+
+        def take(tree: Any, axis: int) -> Any:
+            return jax.tree.map(lambda x: jnp.take(x, examples, axis), tree)
+
         return dataclasses.replace(self, inputs={name: take(x, self.axes[name]) for name, x in self.inputs.items()})
 
 
@@ -125,7 +128,7 @@ def decoding_loop(
     take_cache = take
     for _ in range(cache_axis):
         take_cache = jax.vmap(take_cache)
-    cache = rows.map_cache(take_cache, state.cache, cache_rows, cache_axis)
+    cache = map_cache(take_cache, state.cache, cache_rows, cache_axis)
     state, fixed = jax.tree.map(take, (state.replace(cache=None), fixed))
     state = run(state.replace(cache=cache), tokens_to_logits.take(chosen), fixed, any_open)
 

@@ -72,8 +72,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return _top_k(x, k)
     blocks = x.reshape(-1, size // _BLOCK, _BLOCK)  # XLA has a fast top-k for matrices only; it sorts other ranks
     best = jnp.sort(_top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
-    values, at = _top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
-    indices = jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
+    values, offsets = _top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
+    indices = jnp.take_along_axis(best, offsets // _BLOCK, axis=-1) * _BLOCK + offsets % _BLOCK
     return values.reshape(*front, k), indices.reshape(*front, k)
 
 
@@ -104,9 +104,9 @@ def remove_prefix(sequence: jax.Array, prefix_length: jax.Array) -> jax.Array:
       [[6, 7, 0], [7, 0, 0]]
     """
     length = sequence.shape[-1]
-    at = jnp.arange(length) + prefix_length.reshape(-1, *[1] * (sequence.ndim - 1))
-    shifted = jnp.take_along_axis(sequence, jnp.broadcast_to(jnp.minimum(at, length - 1), sequence.shape), axis=-1)
-    return jnp.where(at < length, shifted, 0)
+    source = jnp.arange(length) + prefix_length.reshape(-1, *[1] * (sequence.ndim - 1))
+    shifted = jnp.take_along_axis(sequence, jnp.broadcast_to(jnp.minimum(source, length - 1), sequence.shape), axis=-1)
+    return jnp.where(source < length, shifted, 0)
 
 
 def example_keys(decode_rng: jax.Array | None, example_index: jax.Array) -> jax.Array:

@@ -7,8 +7,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x.decoding import limits, rows
+from t5x.decoding import limits
 from t5x.decoding.loop import decoding_loop, is_row_independent
+from t5x.decoding.rows import example_keys, is_eos, repeat_rows, set_token, start_from_prompts, take_beams, token_at
 from t5x.decoding.state import NEG_INF, LogitCallback, TokensToLogits
 from t5x.errors import ArgumentError
 
@@ -107,7 +108,7 @@ def temperature_sample(
     limits.check_number("temperature", temperature, low=0)
     limits.check_number("topk", topk, low=0)
     limits.check_number("topp", topp, low=0, high=1)
-    sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index, pad_id)
+    sequences, index, prompt_end = start_from_prompts(inputs, initial_index, pad_id)
     if state_callback_fn is not None:  # which may write a token after the last one, as in T5X
         sequences = jnp.pad(sequences, ((0, 0), (0, 1)), constant_values=pad_id)
     limit = jnp.full(batch, length)
@@ -120,7 +121,7 @@ def temperature_sample(
     options = {"temperature": temperature, "topk": topk, "topp": topp}
     row_options = {name: each_row(jnp.asarray(x))[:, None] for name, x in options.items() if jnp.ndim(x)}
     row_limit = each_row(limit)
-    keys = rows.example_keys(decode_rng, jnp.arange(batch))
+    keys = example_keys(decode_rng, jnp.arange(batch))
     fold_in = jax.vmap(jax.random.fold_in)
 
     def step(tokens_to_logits: TokensToLogits, fixed: tuple, state: SamplingLoopState) -> SamplingLoopState:
@@ -134,15 +135,15 @@ def temperature_sample(
         keys = fold_in(state.rng, state.cur_index)
         token, log_prob = _sample(logits, keys, rescale_log_probs, **(options | row_options))
         following = state.cur_index + 1
-        prompt = rows.token_at(state.sequences, following)
+        prompt = token_at(state.sequences, following)
         free = (prompt == pad_id) & ~state.ended
         token = jnp.where(free, token, jnp.where(state.ended, pad_id, prompt))
         sequences = jnp.where(
-            state.ended[:, None], state.sequences, rows.set_token(state.sequences, following, token)
+            state.ended[:, None], state.sequences, set_token(state.sequences, following, token)
         )
-        found_eos = free & rows.is_eos(token, state.eos_id)
+        found_eos = free & is_eos(token, state.eos_id)
         if state_callback_fn is not None:  # one that it wrote also ends the row
-            found_eos |= jnp.sum(rows.is_eos(sequences, state.eos_id), axis=1) > prompt_eos
+            found_eos |= jnp.sum(is_eos(sequences, state.eos_id), axis=1) > prompt_eos
         return state.replace(
             step=state.step + 1,
             cur_index=jnp.where(state.ended, state.cur_index, following),
@@ -155,13 +156,13 @@ def temperature_sample(
 
     index = each_row(index)
     sequences = each_row(sequences)
-    eos = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
-    prompt_eos = jnp.sum(rows.is_eos(sequences, eos), axis=1)
+    eos = jax.tree.map(lambda token: jnp.asarray(token, jnp.int32), eos_id)
+    prompt_eos = jnp.sum(is_eos(sequences, eos), axis=1)
     state = SamplingLoopState(
         step=jnp.int32(0),
         cur_index=index,
-        cur_token=rows.token_at(sequences, index)[:, None],
-        cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset),
+        cur_token=token_at(sequences, index)[:, None],
+        cache=repeat_rows(cache, batch, num_decodes, cache_offset),
         sequences=sequences,
         prompt_end=each_row(prompt_end),
         eos_id=eos,
@@ -189,7 +190,7 @@ def temperature_sample(
     scores = log_prob.reshape(batch, num_decodes)
     order = jnp.argsort(scores, axis=-1)
     tokens = sequences[:, 1 : length + 1].reshape(batch, num_decodes, length)
-    return rows.take_beams(tokens, order), jnp.take_along_axis(scores, order, axis=-1)
+    return take_beams(tokens, order), jnp.take_along_axis(scores, order, axis=-1)
 
 
 def greedy_decode(
@@ -253,7 +254,7 @@ def _sample(
 
 def topk_mask(logits: jax.Array, topk: int | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
     """Replace logits below the k-th largest of their row; `topk` may be traced, and may be [rows, 1]."""
-    return _keep_largest(logits, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= topk, replace_val)
+    return _keep_largest(logits, lambda mask: jnp.sum(mask, axis=-1, keepdims=True) >= topk, replace_val)
 
 
 def topp_mask(logits: jax.Array, topp: float | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
@@ -263,8 +264,8 @@ def topp_mask(logits: jax.Array, topp: float | jax.Array, replace_val: float | j
     """
     probabilities = jax.nn.softmax(logits)
 
-    def reach_topp(kept: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True) >= topp
+    def reach_topp(mask: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask, probabilities, 0.0), axis=-1, keepdims=True) >= topp
 
     return _keep_largest(logits, reach_topp, replace_val)
 
@@ -278,7 +279,7 @@ def _keep_largest(
 
     Args:
       logits: float32 [rows, vocab].
-      enough: bool [rows, vocab], the kept logits -> bool [rows, 1]; monotonic.
+      enough: bool [rows, vocab], which logits are kept -> bool [rows, 1]; monotonic.
     """
     bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0 turns -0.0 into 0.0
     highest = jnp.uint32(1 << 31)

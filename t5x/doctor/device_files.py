@@ -1,4 +1,4 @@
-"""Files of accelerators in /dev, and the processes that have them open."""
+"""Find the device files of accelerators in /dev, and the processes that have them open."""
 
 import contextlib
 import glob
@@ -13,12 +13,12 @@ def device_files(patterns: tuple[str, ...]) -> list[str]:
 
 
 def holders(patterns: tuple[str, ...]) -> dict[int, str]:
-    """Return {process: its command} of other processes that have one of these files open."""
-    wanted, found = set(device_files(patterns)), {}
-    for entry in glob.glob("/proc/[0-9]*/fd") if wanted else ():
+    """Return {process ID: command line} of the other processes that have one of these files open."""
+    devices, commands = set(device_files(patterns)), {}
+    for entry in glob.glob("/proc/[0-9]*/fd") if devices else ():
         pid = int(entry.split("/")[2])
         with contextlib.suppress(OSError):  # it ended, or belongs to another user
-            if pid != os.getpid() and any(os.readlink(f"{entry}/{fd}") in wanted for fd in os.listdir(entry)):
+            if pid != os.getpid() and any(os.readlink(f"{entry}/{fd}") in devices for fd in os.listdir(entry)):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found[pid] = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
-    return found
+                    commands[pid] = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+    return commands

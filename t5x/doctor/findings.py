@@ -1,15 +1,15 @@
-"""What a check reports."""
+"""The result of a check."""
 
 from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """A result of a check.
+    """The result of a check.
 
     Attributes:
-      status: `ok`; `warning`, if t5x runs but slower or otherwise than expected; `error`, if it does not.
-      message: what was found.
-      fix: what to do about it.
+      status: `ok`; `warning` if t5x runs, but slowly or not as expected; `error` if it cannot run.
+      message: the observation.
+      fix: how to fix the problem.
     """
 
     status: Literal["ok", "warning", "error"]

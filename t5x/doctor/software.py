@@ -1,4 +1,4 @@
-"""Checks of Python, packages, drivers and libraries."""
+"""Check Python, packages, drivers and libraries."""
 
 import argparse
 import glob
@@ -27,9 +27,9 @@ def check(args: argparse.Namespace) -> Iterator[Finding]:
 def installed() -> dict[str, str]:
     """Return the version of each installed package, by its name in lower case with `-`."""
     return {
-        re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower(): found.version
-        for found in metadata.distributions()
-        if found.metadata["Name"]
+        re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower(): package.version
+        for package in metadata.distributions()
+        if package.metadata["Name"]
     }
 
 
@@ -53,7 +53,7 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
                 f"{name} is {versions[name]} but jax is {jax}: they must be of the same release.",
                 f"pip install --upgrade jax=={jax} {name}=={jax}",
             )
-    cuda = sorted({found[1] for name in plugins if (found := re.search(r"cuda(\d+)", name))})
+    cuda = sorted({match[1] for name in plugins if (match := re.search(r"cuda(\d+)", name))})
     if len(cuda) > 1:
         yield error(
             f"JAX's plugins for CUDA {' and '.join(cuda)} are both installed: which one is used depends on chance.",

@@ -1,4 +1,4 @@
-"""Checks of disks, remote directories and the compilation cache."""
+"""Check disks, remote directories and the compilation cache."""
 
 import argparse
 import os
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.files.remote import is_remote
 
 _BYTES = 2**27
-_SLOW = 50e6  # bytes/s
-_LITTLE = 20e9  # bytes: a few checkpoints of a large model
+_MIN_SPEED = 50e6  # bytes/s
+_MIN_FREE = 20e9  # bytes: a few checkpoints of a large model
 _PROBE = ".t5x-doctor"
 
 
@@ -39,9 +39,9 @@ def disk_findings(directory: str, size: int = _BYTES) -> Iterator[Finding]:
         yield error(f"{name} cannot be written: {problem.strerror}.", "Choose another directory with --path.")
         return
     text = f"{name}: {'' if free is None else human_size(free) + ' free, '}{human_size(speed)}/s written and flushed"
-    if free is not None and free < _LITTLE:
+    if free is not None and free < _MIN_FREE:
         yield warning(f"{text}: little space.", "Free some, or keep fewer checkpoints (SaveCheckpointConfig.keep).")
-    elif speed < _SLOW:
+    elif speed < _MIN_SPEED:
         yield warning(f"{text}: checkpoints of large models take long.", "Use a local SSD, or gs:// or s3://.")
     else:
         yield ok(text)
@@ -71,9 +71,9 @@ def cache_findings() -> Iterator[Finding]:
     """Report where compiled programs are kept."""
     import jax
 
-    from t5x import startup
+    from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     directory = jax.config.values["jax_compilation_cache_dir"]
     if not jax.config.values["jax_enable_compilation_cache"]:
         yield warning("The compilation cache is disabled.", "Unset JAX_ENABLE_COMPILATION_CACHE.")
@@ -88,5 +88,5 @@ def cache_findings() -> Iterator[Finding]:
         except OSError as problem:
             yield warning(
                 f"The compilation cache {directory} cannot be written ({problem.strerror}): programs compile again.",
-                "Set JAX_COMPILATION_CACHE_DIR to a directory that can.",
+                "Set JAX_COMPILATION_CACHE_DIR to a writable directory.",
             )

@@ -200,7 +200,7 @@ def _ranker(exportable: Exportable) -> Reranker | None:
 
 
 def _ranker_ids(ranker: Reranker, tokenizer: TensorFlowTokenizer, query: Any, document: Any) -> Any:
-    """Encode pairs as `ranking.input_encoding.Inputs` does: the document of a pair that is too long is truncated."""
+    """Return what `ranking.input_encoding.InputEncoder` returns; documents that are too long are truncated."""
     import tensorflow as tf
 
     columns = ranker.template.max_length

@@ -151,9 +151,9 @@ def remove_unfinished(prefix: Path) -> None:
 def remove_stale(directory: Path) -> None:
     """Remove the temporary files that dead processes of this host left in a directory."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        ours = re.compile(_NAME.format(host=_HOST))
+        own_temporary = re.compile(_NAME.format(host=_HOST))
         for entry in entries:
-            if ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if own_temporary.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
                     if locks.try_lock(file.fileno()):
                         os.unlink(entry.path)
@@ -170,10 +170,10 @@ def _create(path: Path) -> BinaryIO:
         except FileExistsError:
             continue
         try:
-            ours = locks.try_lock(file.fileno()) and os.path.lexists(name)  # otherwise `remove_stale` was faster
+            is_owned = locks.try_lock(file.fileno()) and os.path.lexists(name)  # otherwise `remove_stale` was faster
         except OSError:
-            ours = True  # without locks on this file system, nothing is removed as stale either
-        if ours:
+            is_owned = True  # without locks on this file system, nothing is removed as stale either
+        if is_owned:
             return file
         file.close()
 

@@ -51,7 +51,7 @@ class LineFile:
     def _index(self, skip: int, quote: str | None) -> np.ndarray:
         """Return the offsets at which lines start, and the size of the file, int64 [lines + 1]."""
         file = self._file
-        found: list[np.ndarray] = []
+        index: list[np.ndarray] = []
         base = quotes = 0  # start of the chunk; number of quotes so far, modulo 2
         start = len(_BOM) if file.read(0, min(len(_BOM), file.size)) == _BOM else 0
         for chunk in file.chunks():
@@ -70,7 +70,7 @@ class LineFile:
                 starts, ends = starts[skipped:] + base, ends[skipped:] + base
                 if self._blank is not None:
                     starts = starts[~self._are_blank(content, self._blank, base, starts, ends)]
-                found.append(starts)
+                index.append(starts)
             base += len(chunk)
         if quotes:
             raise UserError(
@@ -79,8 +79,8 @@ class LineFile:
                 "task that reads it with quote=None."
             )
         if start < file.size and not skip and not (self._blank and self._is_blank(start, file.size)):
-            found.append(np.array([start]))
-        return np.concatenate([*found, [file.size]]).astype(np.int64)
+            index.append(np.array([start]))
+        return np.concatenate([*index, [file.size]]).astype(np.int64)
 
     def _count_line_ends(self, end: int) -> int:
         return sum(chunk.count(b"\n") for chunk in self._file.chunks(end))
@@ -93,8 +93,8 @@ class LineFile:
         # The first character rules out most lines; it is not available if the line started in an earlier chunk.
         first = content[np.maximum(starts - base, 0)]
         suspects = np.isin(first, np.frombuffer(characters, np.uint8)) | (starts < base)
-        for at in np.flatnonzero(suspects & ~blank):
-            blank[at] = self._is_blank(int(starts[at]), int(ends[at]))
+        for index in np.flatnonzero(suspects & ~blank):
+            blank[index] = self._is_blank(int(starts[index]), int(ends[index]))
         return blank
 
     def _is_blank(self, start: int, end: int) -> bool:

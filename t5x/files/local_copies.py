@@ -75,27 +75,27 @@ def stage(
       verify: False if another process of this run has verified the copies.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="t5x-staging") as pool:
-        plans = list(pool.map(_plan, paths))
-        copies = [plan for plan in plans if isinstance(plan, _Plan)]
-        complete = pool.map(lambda plan: plan.is_complete(verify=verify), copies)
-        if missing := [plan for plan, is_complete in zip(copies, complete, strict=True) if not is_complete]:
-            size, home = sum(plan.size for plan in missing), cache_directory.make("data")
+        files = list(pool.map(_resolve, paths))
+        copies = [file for file in files if isinstance(file, _CopiedFile)]
+        complete = pool.map(lambda file: file.is_complete(verify=verify), copies)
+        if missing := [file for file, is_complete in zip(copies, complete, strict=True) if not is_complete]:
+            size, home = sum(file.size for file in missing), cache_directory.make("data")
             log.info("%s: copying %s to %s (set T5X_CACHE_DIR to change it)", _names(missing), human_size(size), home)
             with progress(size) as advance:
-                list(pool.map(lambda plan: plan.make(advance), missing))
+                list(pool.map(lambda file: file.make(advance), missing))
     if copies:
-        total = human_size(sum(os.path.getsize(plan.target) for plan in copies))
+        total = human_size(sum(os.path.getsize(file.target) for file in copies))
         log.info("%s: reading the copy, %s, in %s", _names(copies), total, os.path.dirname(copies[0].target))
-    return [LocalCopy(plan.target, plan.name, plan.version) if isinstance(plan, _Plan) else plan for plan in plans]
+    return [file if isinstance(file, LocalCopy) else LocalCopy(file.target, file.name, file.version) for file in files]
 
 
 def versions(paths: Sequence[str]) -> list[tuple[str, str]]:
     """Return (path, version) of files, without making copies; see `LocalCopy`."""
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="t5x-staging") as pool:
-        return [(plan.name, plan.version) for plan in pool.map(_plan, paths)]
+        return [(file.name, file.version) for file in pool.map(_resolve, paths)]
 
 
-class _Plan(NamedTuple):
+class _CopiedFile(NamedTuple):
     """A remote or compressed file, and its copy in the cache directory, which may not exist yet."""
 
     name: str
@@ -125,7 +125,7 @@ class _Plan(NamedTuple):
 
     def make(self, advance: Advance) -> None:
         fill = functools.partial(self._fill, advance=advance)
-        self.entry.make(self.is_complete, fill, lambda: _plan(self.name).version, resumable=False)
+        self.entry.make(self.is_complete, fill, lambda: _resolve(self.name).version, resumable=False)
 
     def _fill(self, directory: str, *, advance: Advance) -> None:
         target = os.path.join(directory, os.path.basename(self.target))
@@ -178,24 +178,24 @@ class _Plan(NamedTuple):
         return True
 
 
-def _plan(path: str) -> _Plan | LocalCopy:
+def _resolve(path: str) -> _CopiedFile | LocalCopy:
     suffix = next((suffix for suffix in _COMPRESSIONS if path.endswith(suffix)), "")
     if path.endswith((".zst", ".zstd", ".lz4", ".zip")):
         raise UserError(f"{path}: this compression is not supported. Decompress it, or compress it with gzip.")
     if (local := as_local(path)) is None:
         file = RemotePath.parse(path).file()
-        return _Plan(path, file, json.dumps([file.size, file.version]), file.size, suffix)
+        return _CopiedFile(path, file, json.dumps([file.size, file.version]), file.size, suffix)
     local = os.path.abspath(local)
     try:
         status = os.stat(local)
     except OSError as error:
         raise UserError(user_files.local_problem(path, error)) from error
     version = json.dumps([status.st_size, status.st_mtime_ns])
-    return _Plan(path, local, version, status.st_size, suffix) if suffix else LocalCopy(local, path, version)
+    return _CopiedFile(path, local, version, status.st_size, suffix) if suffix else LocalCopy(local, path, version)
 
 
-def _names(plans: Sequence[_Plan]) -> str:
-    return plans[0].name if len(plans) == 1 else f"{plans[0].name} and {len(plans) - 1} more"
+def _names(files: Sequence[_CopiedFile]) -> str:
+    return files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
 
 
 def _stamp(path: str) -> list[int]:

@@ -94,7 +94,7 @@ def is_held_elsewhere(path: str | os.PathLike[str]) -> bool:
     except FileNotFoundError:
         return False
     try:
-        if not any(os.path.sameopenfile(descriptor, ours) for ours in _held):
+        if not any(os.path.sameopenfile(descriptor, own) for own in _held):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:

@@ -43,16 +43,16 @@ def _gcs_server() -> dict[str, Any]:
 
 
 def _s3_server() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if endpoint:
-        found["endpoint"] = endpoint
+        options["endpoint"] = endpoint
         region = region or "us-east-1"  # on-premise servers ignore it, but requests are signed with one
     if region:
-        found["aws_region"] = region
+        options["aws_region"] = region
     if os.environ.get("FSSPEC_S3_ANON", "").lower() == "true":
-        found["aws_credentials"] = {"type": "anonymous"}
+        options["aws_credentials"] = {"type": "anonymous"}
     elif os.environ.get("AWS_ACCESS_KEY_ID"):
-        found["aws_credentials"] = {"type": "environment"}  # otherwise missing files are logged as errors
-    return found
+        options["aws_credentials"] = {"type": "environment"}  # otherwise missing files are logged as errors
+    return options

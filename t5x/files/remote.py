@@ -52,15 +52,15 @@ def mirrored(path: str | os.PathLike[str]) -> str:
       UserError: the variable is invalid.
     """
     path = os.fspath(path)
-    found = ("", path)
+    longest = ("", path)
     for entry in filter(None, os.environ.get(_MIRROR, "").split(",")):
         url, _, directory = (part.strip() for part in entry.partition("="))
         if not is_remote(url) or not directory:
             raise UserError(f"{_MIRROR}: {entry!r} is not URL=DIRECTORY. Write {_MIRROR}=gs://t5-data=/data/t5.")
         url = url.rstrip("/")
-        if f"{path}/".startswith(f"{url}/") and len(url) > len(found[0]):
-            found = (url, os.path.expanduser(directory.rstrip("/")) + path[len(url) :])
-    return found[1]
+        if f"{path}/".startswith(f"{url}/") and len(url) > len(longest[0]):
+            longest = (url, os.path.expanduser(directory.rstrip("/")) + path[len(url) :])
+    return longest[1]
 
 
 def as_local(path: str | os.PathLike[str]) -> str | None:
@@ -115,22 +115,22 @@ class RemotePath:
     def children(self) -> dict[str, dict[str, Any]]:
         """Return {name: info} of the entries of a directory; {} if it does not exist."""
         listed = self._call_if_exists(self.fs.ls, detail=True) or ()
-        found = {info["name"].rstrip("/"): info for info in listed}
-        found.pop(self.path, None)  # object stores may list an empty object for the directory
-        return {posixpath.basename(name): info for name, info in found.items()}
+        entries = {info["name"].rstrip("/"): info for info in listed}
+        entries.pop(self.path, None)  # object stores may list an empty object for the directory
+        return {posixpath.basename(name): info for name, info in entries.items()}
 
     def descendants(self) -> dict[str, dict[str, Any]]:
         """Return {path relative to this directory: info} of the files below it.
 
         The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
         """
-        found = self._call(self.fs.find, detail=True)
+        files = self._call(self.fs.find, detail=True)
         above = f"{self.path}/"
-        return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in found.items()}
+        return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in files.items()}
 
     def glob(self) -> list[str]:
         """Return the URLs of the files that this path, a pattern, matches."""
-        return sorted(self.fs.unstrip_protocol(found) for found in self._call(self.fs.glob))
+        return sorted(self.fs.unstrip_protocol(match) for match in self._call(self.fs.glob))
 
     def file(self, info: Mapping[str, Any] | None = None) -> "RemoteFile":
         """Return the file at this path; raise a UserError if it is not a file of known size.
@@ -279,7 +279,7 @@ def run_concurrently(
     """Call with each of the arguments, several at a time. The first failure cancels the rest and sets `stopped`."""
     pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="t5x-remote")
     try:
-        for future in as_completed([pool.submit(call, *given) for given in arguments]):
+        for future in as_completed([pool.submit(call, *args) for args in arguments]):
             future.result()
     except BaseException:
         if stopped is not None:

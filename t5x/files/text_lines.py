@@ -147,8 +147,8 @@ def check_unicode(text: str, where: str) -> None:
         ) from error
 
 
-def _position(raw: bytes, at: int) -> str:
-    line, column = raw.count(b"\n", 0, at), at - raw.rfind(b"\n", 0, at)
+def _position(raw: bytes, offset: int) -> str:
+    line, column = raw.count(b"\n", 0, offset), offset - raw.rfind(b"\n", 0, offset)
     return f"line {line + 1}, column {column}" if line else f"column {column}"
 
 

@@ -63,7 +63,7 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
     if is_remote(pattern):
         if not glob.has_magic(pattern):
             return [pattern]
-        found = RemotePath.parse(pattern).glob()
+        matches = RemotePath.parse(pattern).glob()
     elif os.path.isdir(pattern):
         raise UserError(f"{pattern} is a directory. Name the files in it, e.g. {os.path.join(pattern, '*.jsonl')}")
     elif os.path.exists(pattern):
@@ -71,12 +71,12 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
     elif not glob.has_magic(pattern):
         raise UserError(local_problem(pattern, FileNotFoundError()))
     else:
-        found = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
-    if not found:
+        matches = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
+    if not matches:
         directory = os.path.dirname(pattern) or os.getcwd()
         name = os.path.basename(pattern)
         raise UserError(f"No file matches the pattern {name!r} in {directory}{_entries(directory)}")
-    return found
+    return matches
 
 
 def local_problem(path: str, error: OSError) -> str:

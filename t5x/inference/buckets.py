@@ -9,7 +9,7 @@ FEW = 8  # examples that `coarse_shape` computes in one batch
 _COARSE = 128
 
 
-class Batch(NamedTuple):
+class PlannedBatch(NamedTuple):
     """Examples that are computed together.
 
     Attributes:
@@ -30,20 +30,20 @@ def bucket(length: int, longest: int | None = None, steps: int = 2) -> int:
     >>> [bucket(n) for n in (1, 8, 9, 13, 17, 100)], bucket(100, longest=100), bucket(100, steps=4)
     ([8, 8, 12, 16, 24, 128], 100, 112)
     """
-    found = SHORTEST
+    padded = SHORTEST
     if length > SHORTEST:
         half = 1 << (length - 1).bit_length() - 1
         step = max(half // steps, SHORTEST // 2)
-        found = half + -(-(length - half) // step) * step
-    return found if longest is None else min(found, longest)
+        padded = half + -(-(length - half) // step) * step
+    return padded if longest is None else min(padded, longest)
 
 
 def coarse_bucket(length: int, longest: int | None = None) -> int:
     """Return the smallest of 128, 512, 2048, … that is not below `length`, but at most `longest`."""
-    found = _COARSE
-    while found < length:
-        found *= 4
-    return found if longest is None else min(found, longest)
+    padded = _COARSE
+    while padded < length:
+        padded *= 4
+    return padded if longest is None else min(padded, longest)
 
 
 def coarse_shape(
@@ -56,7 +56,7 @@ def coarse_shape(
 
     Args:
       sizes: {feature: size of each example}, for features that are padded only as far as needed.
-      longest: {feature: maximum length} of all features, as in `plan`.
+      longest: {feature: maximum length} of all features, as in `plan_batches`.
       multiple: rows are rounded up to a multiple of this.
 
     >>> coarse_shape({"inputs": [9]}, {"inputs": 512}), coarse_shape({"inputs": [9, 300]}, {"inputs": 512})
@@ -68,14 +68,14 @@ def coarse_shape(
     return -(-(1 if is_one else FEW) // multiple) * multiple, lengths
 
 
-def plan(
+def plan_batches(
     count: int,
     sizes: Mapping[str, Sequence[int]],
     longest: Mapping[str, int | None],
     batch_size: int,
     steps: int = 2,
-    wanted: Callable[[int], bool] = lambda position: True,
-) -> Iterator[Batch]:
+    includes: Callable[[int], bool] = lambda position: True,
+) -> Iterator[PlannedBatch]:
     """Yield batches of `count` examples, the longest first.
 
     Args:
@@ -83,23 +83,23 @@ def plan(
       longest: {feature: maximum length} of all features; None, only for those in `sizes`, is unlimited.
       batch_size: number of examples per batch; the last batch may be smaller.
       steps: see `bucket`.
-      wanted: whether to include an example; called once per example, when its batch is made.
+      includes: whether to include an example; called once per example, when its batch is planned.
     """
     keys = list(zip(*sizes.values(), strict=True)) if sizes else [()] * count
-    order = filter(wanted, sorted(range(count), key=keys.__getitem__, reverse=True))
+    order = filter(includes, sorted(range(count), key=keys.__getitem__, reverse=True))
     fixed = {feature: limit for feature, limit in longest.items() if limit is not None}
     while positions := list(itertools.islice(order, batch_size)):
         lengths = {
             feature: bucket(max(of_feature[i] for i in positions), longest[feature], steps)
             for feature, of_feature in sizes.items()
         }
-        yield Batch(positions, fixed | lengths)
+        yield PlannedBatch(positions, fixed | lengths)
 
 
-def rows(examples: int, batch_size: int, multiple: int = 1) -> int:
+def row_count(examples: int, batch_size: int, multiple: int = 1) -> int:
     """Return the rows of a batch: a power of two for few examples, at most `batch_size`, rounded up to a multiple.
 
-    >>> rows(3, 32), rows(3, 32, multiple=8), rows(100, 32)
+    >>> row_count(3, 32), row_count(3, 32, multiple=8), row_count(100, 32)
     (4, 8, 32)
     """
     few = min(batch_size, 1 << max(examples - 1, 0).bit_length())

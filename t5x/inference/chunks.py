@@ -1,6 +1,6 @@
 """Results in chunks, on disk or remote: after a kill at any moment, the next run resumes after the last finished chunk.
 
-    tmp-<name>/job.json                            marks the directory as ours; what the results depend on
+    tmp-<name>/job.json                            marks a directory of t5x; what the results depend on
                .lock                               held by the process that writes; see files/directories.py
                <name>-chunk00000                   T5X's names
                <name>-chunk00000.COMPLETED         size and SHA-256 of the chunk, and what a later run needs to know
@@ -9,7 +9,7 @@ A chunk is finished once its `.COMPLETED` file exists, which is written after th
 uploaded. Before the merged output gets its final name, its size and SHA-256 are written to job.json; an output that
 matches them is complete.
 
-A directory that is not empty and has no valid job.json is not ours: nothing is written to it or removed from it.
+A directory that is not empty and has no valid job.json was not created by t5x: nothing in it is written or removed.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from typing import Any
 
 from t5x.errors import UserError, shorten
 from t5x.files.digests import Digest, digest_of
-from t5x.files.directories import LOCK_FILE, Directory, open_directory, split
+from t5x.files.directory import Directory, open_directory, split
+from t5x.files.local import LOCK_FILE
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -210,8 +211,8 @@ class Chunks:
 
     def _chunk_files(self) -> list[str]:
         """Return the names of the chunks and their files; a user's own writer may add a suffix."""
-        ours = re.compile(re.escape(self._name) + r"-chunk\d{5,}(\..*)?")
-        return [name for name in self._files.names() if ours.fullmatch(name)]
+        pattern = re.compile(re.escape(self._name) + r"-chunk\d{5,}(\..*)?")
+        return [name for name in self._files.names() if pattern.fullmatch(name)]
 
     def _read_finished(self) -> list[dict[str, Any]]:
         """Return the records of the finished chunks that are intact; remove everything after them."""
@@ -227,8 +228,8 @@ class Chunks:
                     )
                     break
                 finished.append(record)
-        kept = tuple(f"{name}." for name in chunks[: len(finished)])
-        self._files.remove(*(name for name in files if not f"{name}.".startswith(kept)))
+        intact = tuple(f"{name}." for name in chunks[: len(finished)])
+        self._files.remove(*(name for name in files if not f"{name}.".startswith(intact)))
         return finished
 
     def _read_record(self, name: str) -> dict[str, Any] | None:
@@ -237,16 +238,16 @@ class Chunks:
 
 
 def refuse_foreign(directory: Directory, name: str) -> None:
-    """Raise a UserError if `directory` exists and is not ours for the chunks of `name`. Nothing is changed."""
+    """Raise a UserError if `directory` exists, but not for the chunks of `name`. Nothing is changed."""
     is_link = os.path.islink(str(directory))
     job = read_json(directory, JOB_FILE) or {}
     if (job.get("format"), job.get("output")) == (_FORMAT, name) and not is_link:
         return
     try:
-        is_ours = directory.names() <= {LOCK_FILE} and not is_link
+        is_empty = directory.names() <= {LOCK_FILE} and not is_link
     except NotADirectoryError:
-        is_ours = False
-    if not is_ours:
+        is_empty = False
+    if not is_empty:
         raise UserError(
             f"{directory} exists, but is not a directory of chunks of {name}: it is a link or has no valid {JOB_FILE}. "
             "Nothing in it was changed. Move it away, or choose another output."

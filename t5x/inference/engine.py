@@ -16,10 +16,10 @@ from t5x.data.feature_converters import FeatureConverter
 from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.disk_space import human_size
-from t5x.inference import buckets
+from t5x.inference.buckets import PlannedBatch, plan_batches
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params, padding
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.memory import host_memory
 
@@ -43,7 +43,7 @@ class Engine:
 
     def program(
         self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, few_rows: bool = False
-    ) -> Program:
+    ) -> MaskingVariants:
         """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch.
 
         Args:
@@ -54,7 +54,7 @@ class Engine:
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
         )  # fmt: skip
 
-        return Program.of(
+        return MaskingVariants.of(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
             functools.partial(
                 partitioner.partition, in_axis_resources=shardings, out_axis_resources=partitioner.replicated,
@@ -62,7 +62,7 @@ class Engine:
             ),
         )  # fmt: skip
 
-    def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+    def shapes(self, program: MaskingVariants, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
         converter = self._converter()
         _check_host_memory(converter, rows, lengths)
@@ -70,7 +70,7 @@ class Engine:
         arrays["example_index"] = np.zeros(rows, np.int32)
         return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
-    def row_axes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+    def row_axes(self, program: MaskingVariants, lengths: Mapping[str, int], rows: int) -> Any:
         """Return for each output array the axis of rows, which grows with the batch; -1 if there is none.
 
         Arrays that a network sows may have it anywhere, e.g. after the axis of scanned layers, or not at all.
@@ -84,7 +84,7 @@ class Engine:
 
     def run(
         self,
-        program: Program,
+        program: MaskingVariants,
         examples: Sequence[Mapping[str, Any]],
         lengths: Mapping[str, int | None],
         *,
@@ -105,7 +105,7 @@ class Engine:
           lengths: {task feature: maximum length}; None, only for bucketed features, is unlimited.
           rows: rows of a batch, a multiple of the partitioner's `data_parts`.
           bucketed: features that are padded only as far as their batch needs.
-          steps: see `buckets.bucket`.
+          steps: see `bucket`.
           indices: indices of the examples in the whole input, which key random numbers; None is 0, 1, ….
           seed: seed of random numbers.
           trim: truncate examples that are too long; False raises a UserError.
@@ -119,7 +119,7 @@ class Engine:
         results: list[Any] = [None] * len(examples)
         done = 0
 
-        def collect(batch: buckets.Batch, output: Any) -> None:
+        def collect(batch: PlannedBatch, output: Any) -> None:
             nonlocal done
             output = jax.device_get(output)
             axes = jax.tree.map(lambda x: 0, output) if row_axes is None else row_axes
@@ -129,22 +129,22 @@ class Engine:
             after_batch(done)
 
         converter = self._converter()  # reports the first truncation of this run
-        is_odd = self._is_odd(converter, lengths, trim)
-        apart: list[int] = []  # found while devices compute; identical in all processes
+        needs_reference = self._needs_reference(converter, lengths, trim)
+        deferred: list[int] = []  # filled while devices compute; identical in all processes
 
         def is_usual(position: int) -> bool:
-            if is_odd(examples[position]):
-                apart.append(position)
+            if needs_reference(examples[position]):
+                deferred.append(position)
                 return False
             return True
 
         running = None
-        for compiled, positions, wanted in (
+        for compiled, positions, includes in (
             (program.usual, range(len(examples)), is_usual),
-            (program.by_reference, apart, lambda position: True),
+            (program.by_reference, deferred, lambda position: True),
         ):
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
-            for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
+            for batch in plan_batches(len(positions), sizes, lengths, rows, steps, includes):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
                 _check_host_memory(converter, len(mine), batch.lengths)
                 # Batches are filled up with copies of their first example, which do not prolong decoding.
@@ -165,23 +165,23 @@ class Engine:
     def _converter(self) -> FeatureConverter:
         return make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
 
-    def _is_odd(
+    def _needs_reference(
         self, converter: FeatureConverter, lengths: Mapping[str, int | None], trim: bool
     ) -> Callable[[Mapping[str, Any]], bool]:
-        """Return a function that tells which examples a `Program` computes by reference."""
-        if padding.may_be_anywhere(self.model):
+        """Return a function that returns whether a `MaskingVariants` must compute an example by its reference."""
+        if padding.masks_any_padding(self.model):
             return lambda example: False
 
         pad_id = padding.pad_id_of(self.model.module)
 
-        def is_odd(example: Mapping[str, Any]) -> bool:
-            given = {name: example[name] for name in lengths if name in example}
-            if not any(pad_id in ids for ids in given.values()):
+        def needs_reference(example: Mapping[str, Any]) -> bool:
+            features = {name: example[name] for name in lengths if name in example}
+            if not any(pad_id in ids for ids in features.values()):
                 return False
-            whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
-            return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
+            whole = {name: len(features.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
+            return padding.has_inner_padding(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
-        return is_odd
+        return needs_reference
 
 
 def _check_host_memory(converter: FeatureConverter, rows: int, lengths: Mapping[str, int]) -> None:

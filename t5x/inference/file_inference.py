@@ -86,9 +86,9 @@ def infer_file(
     if seed is not None and not 0 <= seed < 1 << 32:
         raise UserError(f"--seed is {seed}: it must be 0 to {(1 << 32) - 1}.")
     for_predictions = {"max_length": max_length, "seed": seed, "output_ids": output_ids or None, **decoding}
-    if mode == "score" and (given := [f"--{name}" for name, value in for_predictions.items() if value is not None]):
+    if mode == "score" and (flags := [f"--{name}" for name, value in for_predictions.items() if value is not None]):
         raise UserError(
-            f"{', '.join(given)} cannot be combined with --mode score, which decodes nothing. (Targets are truncated "
+            f"{', '.join(flags)} cannot be combined with --mode score, which decodes nothing. (Targets are truncated "
             "to --max_input_length.)"
         )
     options, shard = Decoding(**decoding), Shard(shard_id, num_shards)

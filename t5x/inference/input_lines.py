@@ -58,8 +58,8 @@ class Lines:
         .csv or .parquet; - is standard input, where lines that begin with { are objects and others are text.
       needs_targets: every example must have targets too.
       data: which fields are the inputs and targets.
-      live: someone waits for the result of each line: yield None when standard input pauses, and show a prompt if it is
-        a terminal.
+      live: the result of each line is awaited: yield None when standard input pauses, and show a prompt if it is a
+        terminal.
 
     Attributes:
       is_stream: whether it can be read only once.
@@ -180,7 +180,7 @@ def read_texts(path: str, option: str) -> list[str]:
     if not os.path.exists(path):
         raise UserError(f"{option} {path}: {user_files.local_problem(path, FileNotFoundError())}")
     lines = text_lines.read_lines(path, f"{option} {path}")
-    found = [text for line in lines if line is not None and (text := line.text())]
-    if not found:
+    texts = [text for line in lines if line is not None and (text := line.text())]
+    if not texts:
         raise UserError(f"{option} {path} has no lines. Write one string per line.")
-    return found
+    return texts

@@ -19,9 +19,9 @@ def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[
     if isinstance(inputs, str | Mapping):
         return read_inputs([inputs], data)[0], True
     data = data or DataDescription()
-    wanted = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
+    expected = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
     if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
-        raise UserError(f"The input is {shorten(inputs)}: pass {wanted}, or a list of these.")
+        raise UserError(f"The input is {shorten(inputs)}: pass {expected}, or a list of these.")
     texts = []
     for i, each in enumerate(inputs):
         try:
@@ -29,7 +29,7 @@ def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[
         except (KeyError, UserError):
             text = None
         if not isinstance(text, str):
-            raise UserError(f"Input {i} is {shorten(each)}: it must be {wanted}.")
+            raise UserError(f"Input {i} is {shorten(each)}: it must be {expected}.")
         texts.append(text)
     return texts, False
 

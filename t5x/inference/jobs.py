@@ -1,7 +1,7 @@
 """Jobs: work that is computed and written in chunks, so that a killed run resumes after the last finished one.
 
-`infer`, `answer`, `rerank` and task inference are jobs. A job says what its results depend on, where to resume, and how
-to compute a chunk; `run_job` does the rest.
+`infer`, `answer`, `rerank` and task inference are jobs. A job defines what its results depend on, where to resume, and
+how to compute a chunk; `run_job` does everything else.
 """
 
 import abc
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 
-class Job(abc.ABC):
-    """Work in chunks.
+class ResumableJob(abc.ABC):
+    """Work that is computed and written in chunks, so that a killed run resumes.
 
     Attributes:
       description, unit: what the progress display shows.
@@ -59,7 +59,7 @@ class Job(abc.ABC):
         """Make other files from the complete output. A run that is killed in between repeats this."""
 
 
-def run_job(job: Job, output: Output) -> list[Record]:
+def run_job(job: ResumableJob, output: Output) -> list[Record]:
     """Compute the chunks that are missing and write the output. Return the records of all chunks.
 
     All processes call it: each computes its rows of every batch, and the first one writes.
@@ -86,7 +86,7 @@ class JobProgress(Progress):
       quiet: show nothing.
     """
 
-    def __init__(self, job: Job, done: int = 0, *, quiet: bool = False):
+    def __init__(self, job: ResumableJob, done: int = 0, *, quiet: bool = False):
         super().__init__(job.total, done, job.unit, job.description, disable=quiet or not distributed.is_leader())
         self.done = done
         self._rate = f"{job.unit}s/s"
@@ -158,7 +158,7 @@ class LineChunk(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True)
-class LineJob(Job):
+class LineJob(ResumableJob):
     """A job over the lines of a file, all of which are checked first, or of a stream.
 
     Every line gets one line of output.
@@ -195,11 +195,11 @@ class LineJob(Job):
         return map(jsonl.encode, results), {self.counted: len(chunk.lines), "input": chunk.digest(), **more}
 
     def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[LineChunk]]:
-        """See `Job`. Finished chunks are compared with the input.
+        """See `ResumableJob`. Finished chunks are compared with the input.
 
         If the input has changed, this is a UserError, or with `overwrite` the chunks from there on are discarded.
         """
-        chunks, change, kept = self._chunks(self.source["checkpoint_period"] * self.batch_size), "", 0
+        chunks, change, unchanged = self._chunks(self.source["checkpoint_period"] * self.batch_size), "", 0
         for record in finished:
             chunk = next(chunks, None)
             if chunk is None:
@@ -209,16 +209,16 @@ class LineJob(Job):
                 chunks = itertools.chain([chunk], chunks)
             if change:
                 break
-            kept += 1
+            unchanged += 1
         if output.merged and not change and (chunk := next(chunks, None)):
             change, chunks = "it continues after the lines", itertools.chain([chunk], chunks)
         if change:
             change = f"{self.file.path} has changed: {change} whose results are in {output.directory}"
             if not output.overwrite:
                 raise UserError(f"{change}. Pass --overwrite to start over.")
-            log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - kept, len(finished))
-            output.discard(kept)
-        return list(finished[:kept]), chunks
+            log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - unchanged, len(finished))
+            output.discard(unchanged)
+        return list(finished[:unchanged]), chunks
 
     def _chunks(self, size: int) -> Iterator[LineChunk]:
         """Yield chunks of `size` lines; the last, and those before a pause of a live input, may be smaller."""

@@ -19,8 +19,9 @@ from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError, check_at_least, shorten
-from t5x.inference import buckets, generation
-from t5x.inference.engine import MANY_ROWS, Engine, Program
+from t5x.inference import generation
+from t5x.inference.buckets import FEW, coarse_bucket, coarse_shape, row_count
+from t5x.inference.engine import MANY_ROWS, Engine, MaskingVariants
 from t5x.inference.generation import Generation, cut_at_stop, without_padding
 from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
@@ -129,7 +130,7 @@ class LoadedModel:
         self.source = source
         self.model = model
         self._partitioner = partitioner
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, MaskingVariants] = {}
         self._logged: set[str] = set()
 
     @functools.cached_property
@@ -248,8 +249,8 @@ class LoadedModel:
         pairs, is_single = read_pairs(pairs)
         inputs = [self.input_ids(text, max_input_length)[0] for text, _ in pairs]
         targets = [self.target_ids(text)[0] for _, text in pairs]
-        found = self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
-        return found[0] if is_single else found
+        scores = self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
+        return scores[0] if is_single else scores
 
     def logits(self, inputs: Any, targets: Any) -> np.ndarray:
         """Return the logits of every target token given those before it: float32 [examples, longest target, vocab].
@@ -271,10 +272,10 @@ class LoadedModel:
             "logits", self.model.compute_logits, input_ids, target_ids, max_input_length=None, batch_size=BATCH_SIZE
         )
         longest = max((len(target) for target in target_ids), default=0)
-        made = np.zeros((len(rows), longest, rows[0].shape[-1] if rows else 0), np.float32)
+        logits = np.zeros((len(rows), longest, rows[0].shape[-1] if rows else 0), np.float32)
         for i, row in enumerate(rows):
-            made[i, : len(row)] = row
-        return made
+            logits[i, : len(row)] = row
+        return logits
 
     def tokenize(self, text: str | Sequence[str]) -> Any:
         """Return the ids of an input, EOS included, or of each of several."""
@@ -327,7 +328,7 @@ class LoadedModel:
         length, limits = room or max_length, {}
         model.decode_fn = decoding.decode_fn(model.output_vocabulary, length)
         if room or self._are_few(inputs, **batching):  # one program for many values of max_length
-            length, limits = buckets.coarse_bucket(length), {_LIMIT: max_length}
+            length, limits = coarse_bucket(length), {_LIMIT: max_length}
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
             batch = dict(batch)
@@ -338,7 +339,7 @@ class LoadedModel:
 
         rows = batching.get("rows") or self.rows(len(inputs), batching["batch_size"])
         few_rows = rows * decoding.num_decodes < MANY_ROWS
-        found = self._run(
+        outputs = self._run(
             self._program((decoding, length, bool(limits), few_rows), predict, few_rows=few_rows),
             [{"inputs": ids, "targets": []} for ids in inputs],
             {"inputs": max_input_length, "targets": length},
@@ -346,17 +347,17 @@ class LoadedModel:
             row_values={name: [value] * len(inputs) for name, value in limits.items()},
             **batching,
         )
-        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in found]
+        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in outputs]
 
     def generations(self, decodes: np.ndarray, scores: np.ndarray, count: int, max_length: int) -> list[Generation]:
         """Return the best `count` outputs of one input, best first, from the decodes of its row, best last."""
-        found: list[Generation] = []
+        best: list[Generation] = []
         for row, score in list(zip(decodes, scores, strict=True))[::-1][:count]:
-            if found and score <= NEG_INF:  # this and the following beams found nothing
+            if best and score <= NEG_INF:  # this and the following beams found nothing
                 break
             ids = without_padding(row, self.model.pad_id)[:max_length]
-            found.append(Generation(self._text(ids), float(score), ids))
-        return found
+            best.append(Generation(self._text(ids), float(score), ids))
+        return best
 
     def _text(self, ids: list[int]) -> str:
         """Return the string of output ids, without the token that ended it."""
@@ -386,19 +387,19 @@ class LoadedModel:
         **batching: Any,
     ) -> list[list[Generation]]:
         """Add the log probability of each token, and end outputs before the first of the strings `stop`."""
-        flat = [(ids, made) for ids, of_input in zip(inputs, predictions, strict=True) for made in of_input]
+        flat = [(ids, output) for ids, outputs in zip(inputs, predictions, strict=True) for output in outputs]
 
         def token_scores(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
             return self.model.score_batch(params, batch, return_intermediates=True)[1]["decoder"]["token_scores"][0]
 
         rows = self._of_targets(
-            "token scores", token_scores, [ids for ids, _ in flat], [made.tokens for _, made in flat], **batching
+            "token scores", token_scores, [ids for ids, _ in flat], [output.tokens for _, output in flat], **batching
         )
         scored = iter(
-            self._ended(made._replace(token_scores=row.tolist()), stop)
-            for (_, made), row in zip(flat, rows, strict=True)
+            self._ended(output._replace(token_scores=row.tolist()), stop)
+            for (_, output), row in zip(flat, rows, strict=True)
         )
-        return [[next(scored) for _ in of_input] for of_input in predictions]
+        return [[next(scored) for _ in outputs] for outputs in predictions]
 
     def _ended(self, generation: Generation, stop: Sequence[str]) -> Generation:
         """Return the output up to the first of the strings `stop`: tokens include the string, the text does not."""
@@ -443,21 +444,21 @@ class LoadedModel:
         )
         examples = [{"inputs": ids, "targets": labels} for ids in inputs]
         lengths = {"inputs": max_input_length, "targets": len(labels)}
-        found = self._run(program, examples, lengths, bucketed=["inputs"], steps=4, **batching)
-        return np.array(found, np.float32).reshape(len(inputs), len(labels))
+        logits = self._run(program, examples, lengths, bucketed=["inputs"], steps=4, **batching)
+        return np.array(logits, np.float32).reshape(len(inputs), len(labels))
 
     def rows(self, examples: int, batch_size: int) -> int:
         """Return the number of rows of the batches for this number of examples."""
-        return buckets.rows(examples, batch_size, self._partitioner.data_parts)
+        return row_count(examples, batch_size, self._partitioner.data_parts)
 
-    def _program(self, key: Any, function: Callable[..., Any], *, few_rows: bool = False) -> Program:
+    def _program(self, key: Any, function: Callable[..., Any], *, few_rows: bool = False) -> MaskingVariants:
         if key not in self._programs:
             self._programs[key] = self.engine.program(function, few_rows=few_rows)
         return self._programs[key]
 
     def _run(
         self,
-        program: Program,
+        program: MaskingVariants,
         examples: Sequence[Mapping[str, Any]],
         lengths: Mapping[str, int | None],
         *,
@@ -469,7 +470,7 @@ class LoadedModel:
         check_at_least(1, batch_size=batch_size)
         if self._are_few(examples, batch_size, rows):
             sizes = {name: [len(example[name]) for example in examples] for name in bucketed}
-            rows, lengths = buckets.coarse_shape(sizes, lengths, self._partitioner.data_parts)
+            rows, lengths = coarse_shape(sizes, lengths, self._partitioner.data_parts)
             bucketed = ()
             self.log_once(f"compiling for {rows}x{lengths['inputs']} tokens, once")
         rows = self.rows(len(examples), batch_size) if rows is None else rows
@@ -477,4 +478,4 @@ class LoadedModel:
 
     def _are_few(self, examples: Sequence[Any], batch_size: int, rows: int | None = None, **_: Any) -> bool:
         """Return whether the examples are computed in one batch of a coarse shape, as in interactive use."""
-        return rows is None and 0 < len(examples) <= min(buckets.FEW, batch_size)
+        return rows is None and 0 < len(examples) <= min(FEW, batch_size)

@@ -18,14 +18,16 @@ class Decoding:
     """How to decode: greedily, by beam search, or by sampling if a temperature, top_k or top_p is given.
 
     Attributes:
-      beams: beam size; 1 is greedy.
+      beams: beam size; 1 is greedy. With more, the search is T5X's, unless `length_penalty` selects Hugging Face's.
+        (Hugging Face's argument `num_beams` always selects the latter; see `translate_arguments`.)
       num_return: maximum number of results per input, best first: up to `beams`, or any number of samples. Beams
         without a result, e.g. with fewer choices than beams, are omitted.
       temperature: divides the logits before sampling.
       top_k, top_p: sample only from the k most probable tokens, or from the most probable tokens with this total
         probability; with both, top_p applies among the top k.
-      length_penalty: beams are ranked by log probability divided by length ** length_penalty, as in Hugging Face; None
-        is T5X's brevity penalty, ((5 + length) / 6) ** 0.6.
+      length_penalty: None ranks beams as T5X does: by log probability divided by its brevity penalty, ((5 + length) /
+        6) ** 0.6. A number selects Hugging Face's beam search: log probability divided by length ** length_penalty.
+        Both searches also end differently, so no number gives the results of None.
       min_length: minimum number of generated tokens, without EOS; must be below the maximum.
       no_repeat_ngram: never repeat an n-gram of this size; 0 is off.
       repetition_penalty: values above 1 make tokens that were generated before less likely.
@@ -122,16 +124,16 @@ class Decoding:
         )
 
     def _constraints(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any] | None:
-        made = []
+        callbacks = []
         if self.repetition_penalty != 1:
-            made.append(constraints.repetition_penalty(self.repetition_penalty))
+            callbacks.append(constraints.repetition_penalty(self.repetition_penalty))
         if self.no_repeat_ngram:
-            made.append(constraints.no_repeat_ngrams(self.no_repeat_ngram))
+            callbacks.append(constraints.no_repeat_ngrams(self.no_repeat_ngram))
         if self.min_length:
-            made.append(constraints.min_length(self.min_length))
+            callbacks.append(constraints.min_length(self.min_length))
         if self.choices:
-            made.append(constraints.text_choices(self.choices, vocabulary, max_length))
-        return constraints.chain(made) if made else None
+            callbacks.append(constraints.text_choices(self.choices, vocabulary, max_length))
+        return constraints.chain(callbacks) if callbacks else None
 
 
 # --- Arguments of Python functions ------------------------------------------------------------------------------------
@@ -141,49 +143,50 @@ HUGGINGFACE_NAMES = {
     "num_beams": "beams", "num_return_sequences": "num_return", "stop_strings": "stop",
 }  # fmt: skip
 _HUGGINGFACE_SWITCHES = ("do_sample", "early_stopping")
-_HUGGINGFACE_TOP_K = 50  # of samples, unless it is given
+_HUGGINGFACE_TOP_K = 50  # of samples without `top_k`
 
 
-def translate_arguments(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """Return arguments of `generate` with Hugging Face's names replaced by ours, and with what they imply.
+def translate_arguments(arguments: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """Return arguments of `generate` under the names of `Decoding`, with the defaults that Hugging Face's names imply.
 
-    `num_beams` selects Hugging Face's search, with a length penalty of 1 unless another is given, and `do_sample` its
-    sampling: temperature 1 and the 50 most probable tokens unless others are given.
+    `num_beams` is not another name of `beams`, which is T5X's search: it selects Hugging Face's, with a length penalty
+    of 1 by default. `do_sample` selects Hugging Face's sampling: by default with temperature 1, from the 50 most
+    probable tokens.
 
     >>> translate_arguments({"num_beams": 4, "max_new_tokens": 20}, own=["max_length"])
     {'beams': 4, 'max_length': 20, 'length_penalty': 1.0}
 
     Args:
-      given: the arguments.
-      own: names of our arguments besides those of `Decoding`.
+      arguments: the arguments of a call.
+      own: names of valid arguments besides those of `Decoding`.
     """
     own = [*own, *(field.name for field in dataclasses.fields(Decoding))]
-    check_arguments("generate", given, [*own, *HUGGINGFACE_NAMES, *_HUGGINGFACE_SWITCHES])
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        ours = HUGGINGFACE_NAMES.get(name, name)
-        if ours in made:
-            raise UserError(f"{name} and {ours} are the same argument. Pass one of them.")
-        made[ours] = value
-    if made.pop("early_stopping", False):
+    check_arguments("generate", arguments, [*own, *HUGGINGFACE_NAMES, *_HUGGINGFACE_SWITCHES])
+    options: dict[str, Any] = {}
+    for name, value in arguments.items():
+        option = HUGGINGFACE_NAMES.get(name, name)
+        if option in options:
+            raise UserError(f"{name} and {option} are the same argument. Pass one of them.")
+        options[option] = value
+    if options.pop("early_stopping", False):
         raise UserError("early_stopping is not supported: beam search ends as with early_stopping=False. Remove it.")
-    if "num_beams" in given:
-        if given["num_beams"] == 1:
-            made.pop("length_penalty", None)  # without effect there
+    if "num_beams" in arguments:
+        if arguments["num_beams"] == 1:
+            options.pop("length_penalty", None)  # without effect there
         else:
-            made.setdefault("length_penalty", 1.0)
-    samples = made.pop("do_sample", None)
+            options.setdefault("length_penalty", 1.0)
+    samples = options.pop("do_sample", None)
     if samples:
-        made = {"temperature": 1.0, "top_k": _HUGGINGFACE_TOP_K} | made
+        options = {"temperature": 1.0, "top_k": _HUGGINGFACE_TOP_K} | options
     elif samples is not None:
-        made = {name: value for name, value in made.items() if name not in ("temperature", "top_k", "top_p")}
-    return made
+        options = {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
+    return options
 
 
-def check_arguments(function: str, given: Iterable[str], valid: Iterable[str]) -> None:
-    """Raise a UserError that lists the valid arguments if one of the given ones is not among them."""
+def check_arguments(function: str, names: Iterable[str], valid: Iterable[str]) -> None:
+    """Raise a UserError that lists the valid arguments if one of the names is not among them."""
     valid = sorted(set(valid))
-    for name in given:
+    for name in names:
         if name not in valid:
             close = did_you_mean(name, valid)
             raise UserError(f"{function} has no argument {name!r}.{close} It takes {', '.join(valid)}.")

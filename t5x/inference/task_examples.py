@@ -22,7 +22,7 @@ from t5x.inference.jobs import WHOLE, Shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
+class IndexedExample:
     """An example with its position.
 
     Attributes:
@@ -82,7 +82,7 @@ class TaskExamples:
         """Number of source examples; preprocessing may make more or fewer of them."""
         return len(self._range)
 
-    def read(self, after: Sequence[int] | None = None) -> Iterator[Placed]:
+    def read(self, after: Sequence[int] | None = None) -> Iterator[IndexedExample]:
         """Yield the examples from the first, or after a position."""
         if self._pipeline.pieces:
             yield from self._read_pieces(0 if after is None else after[0])
@@ -90,24 +90,24 @@ class TaskExamples:
         order = Order(len(self._pipeline), self._pipeline.seed, self._shuffle)
         start, skip = (self._range.start, 0) if after is None else after
         positions = range(start, self._range.stop)
-        for position, index, made in read_positions(self._pipeline, order, self._bad, positions):
-            for nth, example in enumerate(made[skip:], start=skip):
-                # Several examples made from one source example get different keys.
+        for position, index, examples in read_positions(self._pipeline, order, self._bad, positions):
+            for nth, example in enumerate(examples[skip:], start=skip):
+                # Several examples from one source example get different keys.
                 key = index if nth == 0 else zlib.crc32(f"{index} {nth}".encode())
-                yield Placed(example, key, (position, nth + 1))
+                yield IndexedExample(example, key, (position, nth + 1))
             skip = 0
 
-    def _read_pieces(self, passed: int) -> Iterator[Placed]:
-        for number, one in enumerate(read_once(self._pipeline, self._shuffle, self._bad)):
-            if number >= passed:
-                yield Placed(one.example, number, (number + 1, 0))
+    def _read_pieces(self, first: int) -> Iterator[IndexedExample]:
+        for number, piece in enumerate(read_once(self._pipeline, self._shuffle, self._bad)):
+            if number >= first:
+                yield IndexedExample(piece.example, number, (number + 1, 0))
 
     def measure(self, features: Sequence[str]) -> dict[str, int]:
         """Return the maximum length of each feature, rounded up to a multiple of 8."""
         longest = dict.fromkeys(features, 1)
-        for placed in self.read():
+        for indexed in self.read():
             for feature in features:
-                longest[feature] = max(longest[feature], len(placed.example[feature]))
+                longest[feature] = max(longest[feature], len(indexed.example[feature]))
         return {feature: round_up_length(length) for feature, length in longest.items()}
 
 

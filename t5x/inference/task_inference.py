@@ -17,14 +17,14 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, read_json, refuse_foreign
 from t5x.inference.engine import Engine
-from t5x.inference.jobs import Job, JobProgress, Record
+from t5x.inference.jobs import JobProgress, Record, ResumableJob
 from t5x.inference.output import Output
-from t5x.inference.task_examples import Placed, TaskExamples
+from t5x.inference.task_examples import IndexedExample, TaskExamples
 from t5x.models import BaseTransformerModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def batch_function(model: BaseTransformerModel, mode: str) -> Callable[..., tupl
 
 
 @dataclasses.dataclass(kw_only=True)
-class TaskJob(Job):
+class TaskJob(ResumableJob):
     """Inference over the examples of a task.
 
     Features are padded only as far as a batch needs if nothing else depends on the padding: with our own
@@ -68,7 +68,7 @@ class TaskJob(Job):
 
     description: str
     engine: Engine
-    program: Program
+    program: MaskingVariants
     cfg: DatasetConfig
     lengths: Mapping[str, int]
     mode: str
@@ -95,19 +95,19 @@ class TaskJob(Job):
     def identity(self) -> dict[str, Any]:
         return self.job
 
-    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[list[Placed]]]:
+    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[list[IndexedExample]]]:
         return list(finished), self._chunks(finished)
 
-    def compute(self, chunk: list[Placed], progress: JobProgress) -> tuple[Any, Record]:
-        """See `Job`. The content is ((predictions or scores, {name: a value for each example}), examples)."""
-        examples = [placed.example for placed in chunk]
+    def compute(self, chunk: list[IndexedExample], progress: JobProgress) -> tuple[Any, Record]:
+        """See `ResumableJob`. The content is ((predictions or scores, {name: a value for each example}), examples)."""
+        examples = [indexed.example for indexed in chunk]
         results = self.engine.run(
             self.program,
             examples,
             self.lengths,
             rows=self.cfg.batch_size,
             bucketed=self._bucketed,
-            indices=[placed.index for placed in chunk],
+            indices=[indexed.index for indexed in chunk],
             trim=self.cfg.trim_output_features,
             row_axes=self._row_axes,
             after_batch=progress.after_batch(),
@@ -117,13 +117,13 @@ class TaskJob(Job):
         record = {"examples": len(chunk), "after": chunk[-1].after if self.keep_position else None}
         return (([tokens for tokens, _ in results], aux), examples), record
 
-    def _chunks(self, finished: Sequence[Record]) -> Iterator[list[Placed]]:
+    def _chunks(self, finished: Sequence[Record]) -> Iterator[list[IndexedExample]]:
         done = sum(record["examples"] for record in finished)
         if finished and finished[-1]["after"] is not None:
-            placed = self.examples.read(finished[-1]["after"])
+            examples = self.examples.read(finished[-1]["after"])
         else:
-            placed = itertools.islice(self.examples.read(), done, None)
-        while chunk := list(itertools.islice(placed, self.chunk_size)):
+            examples = itertools.islice(self.examples.read(), done, None)
+        while chunk := list(itertools.islice(examples, self.chunk_size)):
             yield chunk
             done += len(chunk)
         if not done and self.total:
@@ -161,8 +161,8 @@ class TaskOutput(Output):
         """Return whether the results exist. If so, remove chunks that a killed run left behind.
 
         Raises:
-          UserError: the results belong to another job or have changed since they were written, or the directory for
-            the chunks was not made by us.
+          UserError: the results belong to another job or have changed since they were written, or t5x did not create
+            the directory for the chunks.
         """
         path, completed = self.path, self._name + COMPLETED
         chunk_files = open_directory(self.directory)

@@ -10,8 +10,8 @@ import numpy as np
 
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.files.directories import open_directory
-from t5x.inference import chunks
+from t5x.files.directory import open_directory
+from t5x.inference.chunks import merge
 from t5x.inference.generation import without_padding
 from t5x.telemetry import jsonl
 
@@ -68,7 +68,7 @@ def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step:
     names.sort(key=lambda name: int(name[len(start) :]))
     if names != [f"{start}{i:05}" for i in range(len(names))]:
         raise UserError(f"{tmp_dir} lacks a chunk: it has {', '.join(names)}. Remove the directory to start over.")
-    chunks.merge(os.path.join(output_dir, output_fname), directory, names)
+    merge(os.path.join(output_dir, output_fname), directory, names)
 
 
 def _inputs(example: Mapping[str, Any], every: bool, fields: Sequence[str] | None) -> dict[str, Any]:

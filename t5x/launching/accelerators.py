@@ -1,4 +1,4 @@
-"""The names that clouds have for TPU slices and GPUs."""
+"""Google Cloud's names of TPU slices and GPUs."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from t5x.errors import UserError
 from t5x.planning import topologies
 
-# Number of chips -> how they are arranged.
+# Number of chips -> their arrangement.
 _V2_GRIDS = {4: "2x2", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _2D_GRIDS = {1: "1x1", 8: "2x4", **_V2_GRIDS}
 _3D_GRIDS = {
@@ -19,44 +19,34 @@ class _Tpu(NamedTuple):
     cores: int  # per chip, as the number in the name counts them
     grids: dict[int, str]
     runtime: str  # image of a TPU VM
-    gke: str | None = None  # label of GKE's nodes
     vertex: str | None = None  # machine type of Vertex AI, with the chips per machine
 
 
 _TPUS = {
     "TPU v2": _Tpu("v2", 2, _V2_GRIDS, "tpu-ubuntu2204-base"),
     "TPU v3": _Tpu("v3", 2, _V2_GRIDS, "tpu-ubuntu2204-base"),
-    "TPU v4": _Tpu("v4", 2, _3D_GRIDS, "tpu-ubuntu2204-base", "tpu-v4-podslice"),
-    "TPU v5e": _Tpu("v5litepod", 1, _2D_GRIDS, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", "ct5lp-hightpu-{}t"),
-    "TPU v5p": _Tpu("v5p", 2, _3D_GRIDS, "v2-alpha-tpuv5", "tpu-v5p-slice"),
-    "TPU v6e": _Tpu("v6e", 1, _2D_GRIDS, "v2-alpha-tpuv6e", "tpu-v6e-slice", "ct6e-standard-{}t"),
+    "TPU v4": _Tpu("v4", 2, _3D_GRIDS, "tpu-ubuntu2204-base"),
+    "TPU v5e": _Tpu("v5litepod", 1, _2D_GRIDS, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-{}t"),
+    "TPU v5p": _Tpu("v5p", 2, _3D_GRIDS, "v2-alpha-tpuv5"),
+    "TPU v6e": _Tpu("v6e", 1, _2D_GRIDS, "v2-alpha-tpuv6e", "ct6e-standard-{}t"),
 }
 
 
 class _Gpu(NamedTuple):
-    gke: str  # label of GKE's nodes
-    sky: str
     vertex: str  # accelerator type of Vertex AI
     machines: dict[int, str]  # machine types of Compute Engine, by number of GPUs
 
 
 _GPUS = {
     "NVIDIA L4": _Gpu(
-        "nvidia-l4", "L4", "NVIDIA_L4",
-        {1: "g2-standard-12", 2: "g2-standard-24", 4: "g2-standard-48", 8: "g2-standard-96"},
+        "NVIDIA_L4", {1: "g2-standard-12", 2: "g2-standard-24", 4: "g2-standard-48", 8: "g2-standard-96"}
     ),
-    "NVIDIA A100 40GB": _Gpu(
-        "nvidia-tesla-a100", "A100", "NVIDIA_TESLA_A100", {n: f"a2-highgpu-{n}g" for n in (1, 2, 4, 8)}
-    ),
-    "NVIDIA A100": _Gpu(
-        "nvidia-a100-80gb", "A100-80GB", "NVIDIA_A100_80GB", {n: f"a2-ultragpu-{n}g" for n in (1, 2, 4, 8)}
-    ),
-    "NVIDIA H100": _Gpu(
-        "nvidia-h100-80gb", "H100", "NVIDIA_H100_80GB", {n: f"a3-highgpu-{n}g" for n in (1, 2, 4, 8)}
-    ),
-    "NVIDIA H200": _Gpu("nvidia-h200-141gb", "H200", "NVIDIA_H200_141GB", {8: "a3-ultragpu-8g"}),
-    "NVIDIA B200": _Gpu("nvidia-b200", "B200", "NVIDIA_B200", {8: "a4-highgpu-8g"}),
-}  # fmt: skip
+    "NVIDIA A100 40GB": _Gpu("NVIDIA_TESLA_A100", {n: f"a2-highgpu-{n}g" for n in (1, 2, 4, 8)}),
+    "NVIDIA A100": _Gpu("NVIDIA_A100_80GB", {n: f"a2-ultragpu-{n}g" for n in (1, 2, 4, 8)}),
+    "NVIDIA H100": _Gpu("NVIDIA_H100_80GB", {n: f"a3-highgpu-{n}g" for n in (1, 2, 4, 8)}),
+    "NVIDIA H200": _Gpu("NVIDIA_H200_141GB", {8: "a3-ultragpu-8g"}),
+    "NVIDIA B200": _Gpu("NVIDIA_B200", {8: "a4-highgpu-8g"}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +57,8 @@ class Accelerators:
       name: as the user wrote it, `v5e-16` or `h100x16`.
       machines: number of machines, one process each.
       per_machine: chips or GPUs of each machine.
-      tpu, gpu: names of this kind; one of the two is None.
-      grid: arrangement of a TPU slice, `4x4`; empty for GPUs.
+      tpu, gpu: the cloud's names for this kind; one of the two is None.
+      grid: arrangement of a TPU slice, such as `4x4`; empty for GPUs.
     """
 
     name: str
@@ -88,11 +78,11 @@ class Accelerators:
 def parse(name: str) -> Accelerators:
     """Return the accelerators with this name, as `t5x plan --topology` takes it.
 
-    >>> found = parse("v5p-64")
-    >>> found.machines, found.per_machine, found.grid, found.cloud_type
+    >>> slice_ = parse("v5p-64")
+    >>> slice_.machines, slice_.per_machine, slice_.grid, slice_.cloud_type
     (8, 4, '2x4x4', 'v5p-64')
     """
-    topology = topologies.parse(name)
+    topology = topologies.parse_topology(name)
     if not topology.is_tpu:
         return _gpus(name, topology)
     tpu = _TPUS[topology.kind]

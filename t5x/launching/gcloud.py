@@ -1,4 +1,4 @@
-"""A TPU VM, through the gcloud command: its state, and what brings it to READY."""
+"""A TPU VM, managed through the gcloud command: its state, and how it becomes READY."""
 
 import json
 import re
@@ -11,34 +11,16 @@ from t5x.launching import job
 from t5x.launching.accelerators import Accelerators
 
 _NEEDS = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
-_LOGIN = "Log in with `gcloud auth login`, then choose a project with `gcloud config set project PROJECT`."
-_QUOTA = "Ask for more at https://console.cloud.google.com/iam-admin/quotas, or use a smaller --topology."
-# What gcloud prints -> how to fix it. The first that matches counts.
-_FIXES = {
-    r"active account|auth login|[Rr]eauthentication|credentials": _LOGIN,
-    r"\[(core/)?project\]|project.*(not found|invalid)": "Pass --project, or `gcloud config set project PROJECT`.",
-    r"has not been used in project|is disabled|SERVICE_DISABLED": "Enable it: `gcloud services enable SERVICE`.",
-    r"[Qq]uota": _QUOTA,
-    r"[Ll]ocation .*(not found|denied)|zone.*(not found|invalid|Invalid)|Permission denied on 'locations": (
-        "--zone must be one with TPUs: `gcloud compute tpus locations list`; for a grant, the zone in its e-mail."
-    ),
-    r"accelerator.?type|AcceleratorType": (
-        "Choose another zone or --topology: `gcloud compute tpus accelerator-types list --zone=ZONE`."
-    ),
-    r"runtime.?version|software version": "Pass --runtime: `gcloud compute tpus tpu-vm versions list --zone=ZONE`.",
-    r"network|subnet": "Pass --network, or create the default one: `gcloud compute networks create default`.",
-    r"SSH Key is not present": "Run `eval $(ssh-agent); ssh-add ~/.ssh/google_compute_engine`.",
-    r"PERMISSION_DENIED|[Pp]ermission|403": "Ask the owner of the project for the role TPU Admin (roles/tpu.admin).",
-}  # fmt: skip
-# Failures that may pass. Quota is checked before: Google reports it, too, as RESOURCE_EXHAUSTED.
+# Failures that a retry may fix, unless they are permanent: Google reports a missing quota as RESOURCE_EXHAUSTED, too.
 _TEMPORARY = re.compile(
     r"capacity|[Ss]tockout|not enough resources|RESOURCE_EXHAUSTED|UNAVAILABLE|INTERNAL|[Ii]nternal error|"
     r"DEADLINE_EXCEEDED|return code \[255\]|exit status 255|Connection|timed out|(unusable|terminal) state|has state"
 )
 _NOT_FOUND = re.compile(r"NOT_FOUND|was not found|Resource '.*' not found")
+_PERMANENT = re.compile(rf"[Qq]uota|{_NOT_FOUND.pattern}")
 
-# States of a node (and of a queued resource) that do not last; with READY and those below, these are all of them.
-_PASSING = {
+# States of a node (and of a queued resource) that change by themselves. With READY and those below, all are listed.
+_TRANSIENT = {
     "STATE_UNSPECIFIED", "CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "UNHIDING", "STOPPING",
     "DELETING", "HIDING", "unhealthy: TIMEOUT", "unhealthy: UNHEALTHY_MAINTENANCE", "queue: STATE_UNSPECIFIED",
     "queue: CREATING", "queue: PROVISIONING", "queue: SUSPENDING", "queue: DELETING",
@@ -48,7 +30,7 @@ _TO_START = {"STOPPED"}
 _TO_REPLACE = {
     "PREEMPTED", "TERMINATED", "HIDDEN", "UNKNOWN", "queue: FAILED", "queue: SUSPENDED", "queue: ACTIVE",
 }  # fmt: skip
-STATES = {"READY", *_PASSING, *_IN_QUEUE, *_TO_START, *_TO_REPLACE}
+STATES = {"READY", *_TRANSIENT, *_IN_QUEUE, *_TO_START, *_TO_REPLACE}
 
 
 class Node:
@@ -58,8 +40,8 @@ class Node:
       name: of the node, and of its queued resource.
       options: flags of the creation, such as `--spot`.
       queued: request it with a queued resource.
-      poll_seconds: time between two looks at its state.
-      stuck_seconds: how long it may stay in a passing state, or gcloud take to create it, before it is replaced.
+      poll_seconds: time between two checks of its state.
+      stuck_seconds: how long it may stay in a transient state, or gcloud may take to create it, before it is replaced.
       wait_seconds: how long to wait for a node in all.
       report: prints a line.
 
@@ -119,18 +101,18 @@ class Node:
 
     def state(self) -> str | None:
         """Return the state of the node, or that of its request in the queue; None if there is none."""
-        found = self._describe(self.describe_words())
-        if found is not None:
+        node = self._describe(self.describe_words())
+        if node is not None:
             self.was_seen = True
-            if (kind := found.get("acceleratorType", self._type)) != self._type:
+            if (kind := node.get("acceleratorType", self._type)) != self._type:
                 raise UserError(
                     f"The TPU VM {self.name} is a {kind}, not a {self._type}. Pass another --tpu or its --topology."
                 )
-            health = found.get("health")
-            unhealthy = found.get("state") == "READY" and health in ("TIMEOUT", "UNHEALTHY_MAINTENANCE")
-            return f"unhealthy: {health}" if unhealthy else found.get("state", "STATE_UNSPECIFIED")
-        if self._queued and (found := self._describe(self.describe_words(queue=True))):
-            return f"queue: {found.get('state', {}).get('state', 'STATE_UNSPECIFIED')}"
+            health = node.get("health")
+            unhealthy = node.get("state") == "READY" and health in ("TIMEOUT", "UNHEALTHY_MAINTENANCE")
+            return f"unhealthy: {health}" if unhealthy else node.get("state", "STATE_UNSPECIFIED")
+        if self._queued and (request := self._describe(self.describe_words(queue=True))):
+            return f"queue: {request.get('state', {}).get('state', 'STATE_UNSPECIFIED')}"
         return None
 
     def _describe(self, words: list[str]) -> dict[str, Any] | None:
@@ -176,7 +158,7 @@ class Node:
             call(self.create_words(), timeout=self._stuck)
         elif state in _TO_START and "--spot" not in self._options:
             call(self.start_words(), timeout=self._stuck)
-        elif state in _IN_QUEUE or (state in _PASSING and not stuck):
+        elif state in _IN_QUEUE or (state in _TRANSIENT and not stuck):
             return
         else:
             self._report(f"replacing {self.name}, which is {state}")
@@ -194,17 +176,13 @@ def call(words: list[str], timeout: float = 120) -> str:
     """Run gcloud and return what it prints.
 
     Raises:
-      TemporaryError: it did not end in time, or failed for a reason that may pass.
-      UserError: it failed otherwise; the message has the fix, if it is known.
+      TemporaryError: it did not end in time, or failed for a reason that a retry may fix.
+      UserError: it failed otherwise.
     """
     try:
         return job.call(words, needs=_NEEDS, timeout=timeout)
-    except TemporaryError:
-        raise
     except UserError as error:
-        printed = str(error).partition("failed with exit status")[2]  # the command has words of the table, too
-        if _NOT_FOUND.search(printed):
-            raise
-        if _TEMPORARY.search(f"exit status{printed}") and "uota" not in printed:
+        _, failed, printed = str(error).partition("failed with ")  # the command may match the patterns, too
+        if failed and _TEMPORARY.search(printed) and not _PERMANENT.search(printed):
             raise TemporaryError(str(error)) from error
-        raise job.with_fix(error, printed, _FIXES) from error
+        raise

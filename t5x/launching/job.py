@@ -1,4 +1,4 @@
-"""What all engines share: the options of every launch, the saved files, and calls of external programs."""
+"""Shared by all engines: the options of every launch, its saved files, and calls of external programs."""
 
 import os
 import re
@@ -34,12 +34,12 @@ def option(command: Sequence[str], *names: str) -> str | None:
     >>> option(["train", "--gin.MODEL_DIR=runs/a"], "gin.MODEL_DIR", "model_dir")
     'runs/a'
     """
-    found = None
+    last = None
     for word, following in zip(command, [*command[1:], None], strict=True):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name in names:
-            found = value if equals else following
-    return found.strip("\"'") if found else None
+            last = value if equals else following
+    return last.strip("\"'") if last else None
 
 
 def model_dir(command: Sequence[str]) -> str | None:
@@ -49,11 +49,11 @@ def model_dir(command: Sequence[str]) -> str | None:
 
 def require_shared_output(command: Sequence[str]) -> None:
     """Raise a UserError if the command writes to the disk of one machine. An absolute path may be a shared one."""
-    found = model_dir(command)
-    if found and "://" not in found and not os.path.isabs(found):
+    directory = model_dir(command)
+    if directory and "://" not in directory and not os.path.isabs(directory):
         raise UserError(
-            f"The output directory {found} would be on the disk of one machine, and lost with it. Use a bucket, as in "
-            "--gin.MODEL_DIR=gs://bucket/runs/mine, or an absolute path that all machines share."
+            f"The output directory {directory} would be on the disk of one machine, and lost with it. Use a bucket, as "
+            "in --gin.MODEL_DIR=gs://bucket/runs/mine, or an absolute path that all machines share."
         )
 
 
@@ -71,7 +71,7 @@ def name_of(args: Any, command: Sequence[str]) -> str:
 
 def environment(args: Any) -> dict[str, str]:
     """Return the variables of --env. They are written to files, so names that look like secrets are refused."""
-    found = {}
+    variables = {}
     for setting in args.env:
         name, equals, value = setting.partition("=")
         if not equals or not _NAME.fullmatch(name):
@@ -81,8 +81,8 @@ def environment(args: Any) -> dict[str, str]:
                 f"--env {name} looks like a secret, and `t5x launch` writes no secrets to files. Set it where the "
                 "processes run: export it before this command (local, slurm), or use the secrets of the cloud."
             )
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def save(args: Any, command: Sequence[str], files: Mapping[str, str]) -> Path:
@@ -122,21 +122,15 @@ def join_words(words: Sequence[str]) -> str:
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted).lstrip()
 
 
-def with_fix(problem: object, printed: str, fixes: Mapping[str, str]) -> UserError:
-    """Return an error with the first of the fixes, {pattern: fix}, whose pattern is in what a program printed."""
-    fix = next((fix for pattern, fix in fixes.items() if re.search(pattern, printed)), "")
-    return UserError(f"{problem}\n{fix}".strip())
-
-
 def call(words: Sequence[str], *, needs: str, timeout: float = 120) -> str:
     """Run an external program and return its standard output.
 
     Args:
-      needs: how to get the program, for a message.
+      needs: how to install the program, for the error message.
 
     Raises:
-      TemporaryError: it did not end in time.
-      UserError: there is no such program, or it failed; with what it printed.
+      TemporaryError: the program did not end in time.
+      UserError: there is no such program, or it failed; the message has its output.
     """
     line = shlex.join(words)
     first = line.partition("\n")[0][:200]

@@ -17,7 +17,7 @@ from t5x.errors import UserError, check_at_least
 from t5x.launching import job
 
 _TOKEN = "T5X_CLUSTER_TOKEN"
-_PATIENCE = 60.0  # seconds that the other processes have to end by themselves, with their reasons
+_EXIT_SECONDS = 60.0  # that the other processes have to end by themselves and report their reasons
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of Linux
 
 
@@ -52,8 +52,8 @@ def _commands(count: int, command: list[str]) -> list[list[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = [f"--coordinator_address=127.0.0.1:{port}", f"--process_count={count}"]
-    return [[*start, *place, f"--process_index={index}"] for index in range(count)]
+    shared = [f"--coordinator_address=127.0.0.1:{port}", f"--process_count={count}"]
+    return [[*start, *shared, f"--process_index={index}"] for index in range(count)]
 
 
 class ProcessFailed(UserError):
@@ -114,7 +114,7 @@ def run_together(commands: Sequence[Sequence[str]], environment: dict[str, str])
     while any(process.poll() is None for process in started):
         failed = {index: process.returncode for index, process in enumerate(started) if process.poll()}
         if failed and deadline is None:
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + _EXIT_SECONDS
         if deadline is not None and time.monotonic() > deadline and not stopping:
             break
         time.sleep(0.1)

@@ -13,7 +13,7 @@ from t5x.launching import job
 
 _NEEDS = "Run this on a login node of the SLURM cluster; --dry_run writes the script anywhere."
 _UNSHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-_POLL = 2.0  # seconds
+_POLL_SECONDS = 2.0
 
 _SCRIPT = """\
 #!/bin/bash
@@ -129,12 +129,12 @@ def _quoted(option: str) -> str:
 
 
 def _check_shared(args: Any, command: list[str]) -> None:
-    """Print where the run is written. Raise a UserError for a directory that is local to each node."""
+    """Print the directory of the run. Raise a UserError if it is local to each node."""
     directory = job.model_dir(command)
     if directory is None or "://" in directory:
         return
     path = os.path.realpath(directory)
-    if any(path.startswith(f"{place}/") for place in _UNSHARED):
+    if any(path.startswith(f"{directory}/") for directory in _UNSHARED):
         raise UserError(
             f"{directory} is local to each node: the other nodes, and a restart on another node, would not find the "
             "checkpoints. Use a directory that all nodes share, or gs://… or s3://…."
@@ -144,7 +144,7 @@ def _check_shared(args: Any, command: list[str]) -> None:
 
 def _follow(job_id: str, log: Path) -> int:
     """Print the log until the job ends, and return its exit status."""
-    position, shown = 0, ""
+    position, reported = 0, ""
     while True:
         state = _state(job_id)
         if log.exists():
@@ -154,13 +154,13 @@ def _follow(job_id: str, log: Path) -> int:
                     print(chunk, end="", flush=True)
                 position = file.tell()
         current = f"{state.get('JobState', 'unknown')} ({state.get('Reason', 'None')})".removesuffix(" (None)")
-        if current != shown:
-            shown = current
+        if current != reported:
+            reported = current
             print(f"# job {job_id} is {current}", flush=True)
         if state.get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"):
             code, _, signum = state.get("ExitCode", "1:0").partition(":")
             return 0 if state.get("JobState") == "COMPLETED" else int(code) or 128 + int(signum or 0)
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
 
 
 def _state(job_id: str) -> dict[str, str]:

@@ -1,24 +1,24 @@
-"""The t5x that machines of a cloud install: a copy of a source directory, or a pip requirement."""
+"""The t5x that a cloud machine installs: a copy of a source directory, or a pip requirement."""
 
 import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
-import t5x
+from t5x._runtime.version import PACKAGE
 from t5x.errors import UserError
 from t5x.launching.accelerators import Accelerators
 
-# Images of clouds may have an old Python: uv fetches one that t5x supports. `@ENV@`: directory of the environment.
-INSTALL = """\
+# Images of clouds may have an old Python: uv fetches one that t5x supports.
+INSTALL_SCRIPT = """\
 uv=$(command -v uv || echo ~/.local/bin/uv)
 [ -x "$uv" ] || python3 -m pip install --quiet --user uv
-"$uv" venv --quiet --allow-existing --python '>=3.11,<3.14' @ENV@
-"$uv" pip install --quiet --python @ENV@/bin/python @REQUIREMENT@
+"$uv" venv --quiet --allow-existing --python '>=3.11,<3.14' env
+"$uv" pip install --quiet --python env/bin/python @REQUIREMENT@
 """
 
 
-def add_arguments(parser: Any) -> None:
+def add_package_arguments(parser: Any) -> None:
     parser.add_argument(
         "--package", metavar="X", help="t5x to install: a directory with its source, or a pip requirement (this one)"
     )
@@ -27,20 +27,20 @@ def add_arguments(parser: Any) -> None:
     )
 
 
-def find(args: Any, found: Accelerators) -> tuple[Path | None, str]:
+def find_package(args: Any, devices: Accelerators) -> tuple[Path | None, str]:
     """Return the directory of the source to copy, if any, and the requirement to install."""
-    extras = args.extras or ("tpu,gcs" if found.tpu else "gpu,gcs")
-    given = args.package or str(Path(t5x.__file__).parents[1])
-    if os.path.isdir(given):
-        if not os.path.exists(os.path.join(given, "pyproject.toml")):
+    extras = args.extras or ("tpu,gcs" if devices.tpu else "gpu,gcs")
+    package = args.package or os.path.dirname(PACKAGE)
+    if os.path.isdir(package):
+        if not os.path.exists(os.path.join(package, "pyproject.toml")):
             raise UserError(
-                f"{given} has no pyproject.toml, so t5x cannot be installed from it. Pass --package with a checkout of "
-                "t5x or a pip requirement, as in 't5x[tpu,gcs] @ git+https://…'."
+                f"{package} has no pyproject.toml, so t5x cannot be installed from it. Pass --package with a checkout "
+                "of t5x or a pip requirement, as in 't5x[tpu,gcs] @ git+https://…'."
             )
-        return Path(given), f"./package[{extras}]"
-    if os.sep in given and "://" not in given:
-        raise UserError(f"--package {given}: there is no such directory.")
-    return None, given
+        return Path(package), f"./package[{extras}]"
+    if os.sep in package and "://" not in package:
+        raise UserError(f"--package {package}: there is no such directory.")
+    return None, package
 
 
 def add_source(archive: tarfile.TarFile, source: Path) -> None:

@@ -47,12 +47,8 @@ if alive; then
 fi
 held=$(sudo find /proc/[0-9]*/fd -lname '/dev/accel*' -o -lname '/dev/vfio/[0-9]*' 2>/dev/null | cut -d/ -f3 | sort -u)
 for pid in $held; do
-  if [ @KILL_HOLDERS@ = 1 ]; then
-    sudo kill -KILL "$pid"
-  else
-    echo "t5x-held $w $pid $(tr '\\0' ' ' < /proc/$pid/cmdline)" >&2
-    exit 8
-  fi
+  echo "t5x-held $w $pid $(tr '\\0' ' ' < /proc/$pid/cmdline)" >&2
+  exit 8
 done
 rm -f exit
 echo @ID@ > id
@@ -99,24 +95,23 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--network", metavar="NAME", help="network of the TPU VM (default)")
     parser.add_argument("--service_account", metavar="EMAIL", help="account of the TPU VM, for its buckets")
     parser.add_argument("--internal_ips", action="store_true", help="no external addresses; needs Cloud NAT")
-    source_package.add_arguments(parser)
+    source_package.add_package_arguments(parser)
     parser.add_argument("--files", nargs="+", default=[], metavar="PATH", help="your gin files, modules, data to copy")
-    parser.add_argument("--restart", action="store_true", help="end what runs on this TPU VM, and start again")
-    parser.add_argument("--kill_holders", action="store_true", help="kill other processes that hold the chips")
+    parser.add_argument("--restart", action="store_true", help="end the run on this TPU VM, and start again")
     parser.add_argument("--delete", action="store_true", help="delete the TPU VM when the command has ended")
     parser.add_argument("--max_restarts", type=int, default=20, metavar="N", help="after failures and preemptions (20)")
     parser.add_argument("--wait_minutes", type=float, default=60, metavar="N", help="to wait for a TPU VM (60)")
     parser.add_argument(
         "--stuck_minutes", type=float, default=20, metavar="N", help="until a node that is not READY is replaced (20)"
     )
-    parser.add_argument("--poll_seconds", type=float, default=30, metavar="N", help="between looks at the node (30)")
+    parser.add_argument("--poll_seconds", type=float, default=30, metavar="N", help="between checks of the node (30)")
 
 
 def launch(args: Any, command: list[str]) -> int:
     """Run the command until it has ended, and return its exit status."""
-    found = accelerators.parse(args.topology)
-    if found.tpu is None:
-        raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use gke or skypilot.")
+    devices = accelerators.parse(args.topology)
+    if devices.tpu is None:
+        raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use vertex or slurm.")
     check_at_least(0, "--", max_restarts=args.max_restarts)
     for name in ("wait_minutes", "stuck_minutes", "poll_seconds"):
         if getattr(args, name) <= 0:
@@ -128,13 +123,13 @@ def launch(args: Any, command: list[str]) -> int:
         *(["--internal-ips"] if args.internal_ips else []),
     ]
     node = gcloud.Node(
-        args.tpu or job.name_of(args, command), args.zone, args.project, found, args.runtime, options=options,
+        args.tpu or job.name_of(args, command), args.zone, args.project, devices, args.runtime, options=options,
         queued=args.queued, poll_seconds=args.poll_seconds, stuck_seconds=60 * args.stuck_minutes,
         wait_seconds=60 * args.wait_minutes, report=_report,
     )  # fmt: skip
-    if args.spot or found.machines > 1:
+    if args.spot or devices.machines > 1:
         job.require_shared_output(command)
-    run = _Run(args, command, node, found)
+    run = _NodeRun(args, command, node, devices)
     directory = run.save()
     if args.dry_run:
         return 0
@@ -162,30 +157,24 @@ def _report(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-class _Run:
-    def __init__(self, args: Any, command: list[str], node: gcloud.Node, found: accelerators.Accelerators):
+class _NodeRun:
+    """The command on the workers of a node."""
+
+    def __init__(self, args: Any, command: list[str], node: gcloud.Node, devices: accelerators.Accelerators):
         self._args, self._command, self._node = args, command, node
-        self._source, requirement = source_package.find(args, found)
+        self._source, requirement = source_package.find_package(args, devices)
         variables = [f"{name}={value}" for name, value in job.environment(args).items()]
         line = shlex.join([*(["env", *variables] if variables else []), "../env/bin/t5x", *command])
         self._id = hashlib.sha256(line.encode()).hexdigest()[:12]
-        self._install = _INSTALL + _fill(source_package.INSTALL, env="env", requirement=shlex.quote(requirement))
-        self._start = _fill(_START, kill_holders=str(int(args.kill_holders)), id=self._id, command=line)
+        self._install = _INSTALL + _fill(source_package.INSTALL_SCRIPT, requirement=shlex.quote(requirement))
+        self._start = _fill(_START, id=self._id, command=line)
         self._seconds = 60 * args.stuck_minutes
         self.delete_line = shlex.join(node.delete_words())
 
     def save(self) -> Path:
-        """Save and print everything that is run."""
-        node, copy = self._node, ["t5x-launch.tar.gz", "t5x-launch.tar.gz"]
-        scripts = ["install.sh", "start.sh", "follow.sh", "status.sh"]
-        lines = [
-            "# If there is no such node, or it was preempted:", job.join_words(node.create_words()),
-            "# To install, start and follow, on all workers:", job.join_words(node.copy_words(*copy)),
-            *(shlex.join(node.ssh_words("SCRIPT")).replace("SCRIPT", f'"$(cat {name})"') for name in scripts),
-            "# At the end, with --delete:" if self._args.delete else "# When you no longer need it:", self.delete_line,
-        ]  # fmt: skip
-        files = {"install.sh": self._install, "start.sh": self._start, "follow.sh": _fill(_FOLLOW, seen=""),
-                 "status.sh": _STATUS, "commands.sh": "\n".join(lines) + "\n"}  # fmt: skip
+        """Save and print how the node is created, and what installs and starts the command on its workers."""
+        create = job.join_words(self._node.create_words()) + "\n"
+        files = {"create.sh": create, "install.sh": self._install, "start.sh": self._start}
         return job.save(self._args, self._command, files)
 
     def pack(self, directory: Path) -> None:
@@ -237,20 +226,20 @@ class _Run:
                 worker, pid, line = held.groups()
                 raise UserError(
                     f"On worker {worker} of {self._node.name}, process {pid} holds the chips: {line.strip()}. "
-                    "End it, or pass --kill_holders."
+                    f"End it there: `sudo kill {pid}`."
                 ) from None
             raise
         _report(f"started on {self._node.name}")
 
     def _is_running(self) -> bool:
         """Return whether all workers run this command already."""
-        found = set(self._statuses().values())
-        if any(status == "running" and digest != self._id for status, digest in found):
+        statuses = set(self._statuses().values())
+        if any(status == "running" and digest != self._id for status, digest in statuses):
             raise UserError(
                 f"{self._node.name} is running another command that `t5x launch` started. Wait for it, choose another "
                 "--tpu, or pass --restart to end it."
             )
-        if found != {("running", self._id)}:
+        if statuses != {("running", self._id)}:
             return False
         _report(f"it is running on {self._node.name} already")
         return True
@@ -284,8 +273,8 @@ class _Run:
         """Return the exit status, the reason why it must be restarted, or None if it is running."""
         if (state := self._node.state()) not in _RUNNABLE:
             return f"{self._node.name} is {state or 'gone'}."
-        found = {worker: status for worker, (status, _) in self._statuses().items()}
-        failed = {worker: status for worker, status in found.items() if status not in ("0", "running")}
+        statuses = {worker: status for worker, (status, _) in self._statuses().items()}
+        failed = {worker: status for worker, status in statuses.items() if status not in ("0", "running")}
         final = [int(status) for status in failed.values() if status != "lost" and not job.may_be_retried(int(status))]
         if final:
             return final[0]
@@ -293,7 +282,7 @@ class _Run:
             worker, status = min(failed.items())
             reason = "no exit status: it was killed" if status == "lost" else f"exit status {status}"
             return f"worker {worker} of {self._node.name} ended with {reason}."
-        return 0 if found and set(found.values()) == {"0"} else None
+        return 0 if set(statuses.values()) == {"0"} else None
 
     def _print_logs(self, seen: dict[int, int], copy: IO[str]) -> None:
         """Print lines of all workers until the connection ends or the node is no longer READY.
@@ -313,8 +302,8 @@ class _Run:
                 line = raw.decode(errors="replace").rstrip("\n")
                 print(line, flush=True)
                 copy.write(line + "\n")
-                if found := re.match(r"\[(\d+)\] ", line):
-                    seen[int(found[1])] = seen.get(int(found[1]), 0) + 1
+                if prefix := re.match(r"\[(\d+)\] ", line):
+                    seen[int(prefix[1])] = seen.get(int(prefix[1]), 0) + 1
 
         thread = threading.Thread(target=print_lines, daemon=True)
         thread.start()

@@ -23,18 +23,18 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Submit the job, and return 0 once Vertex AI has accepted it."""
-    found = accelerators.parse(args.topology)
+    devices = accelerators.parse(args.topology)
     job.require_shared_output(command)
     name = job.name_of(args, command)
-    spec = json.dumps(custom_job_spec(args, command, found), indent=2) + "\n"
+    spec = json.dumps(custom_job_spec(args, command, devices), indent=2) + "\n"
     directory = job.save(args, command, {"custom_job.json": spec})
     words = create_words(args, name, str(directory / "custom_job.json"))
     print(f"# {job.join_words(words)}", flush=True)
     if args.dry_run:
         return 0
     print(gcloud.call(words), end="", flush=True)
-    where = f"--region={args.region}" + (f" --project={args.project}" if args.project else "")
-    print(f"launch: to follow it: gcloud ai custom-jobs stream-logs JOB {where}", file=sys.stderr)
+    location = f"--region={args.region}" + (f" --project={args.project}" if args.project else "")
+    print(f"launch: to follow it: gcloud ai custom-jobs stream-logs JOB {location}", file=sys.stderr)
     return 0
 
 
@@ -45,7 +45,7 @@ def create_words(args: Any, name: str, config: str) -> list[str]:
     return [*words, f"--config={config}", *(f"--{key}={value}" for key, value in more.items() if value), "--quiet"]
 
 
-def custom_job_spec(args: Any, command: list[str], found: Accelerators) -> dict[str, Any]:
+def custom_job_spec(args: Any, command: list[str], devices: Accelerators) -> dict[str, Any]:
     """Return the CustomJobSpec: one worker pool; two for several machines, because the first one has one replica."""
     container: dict[str, Any] = {
         "imageUri": args.image,
@@ -53,23 +53,23 @@ def custom_job_spec(args: Any, command: list[str], found: Accelerators) -> dict[
         "env": [{"name": name, "value": value} for name, value in job.environment(args).items()],
     }
     machine: dict[str, Any]
-    if found.tpu:
-        if found.tpu.vertex is None:
-            raise UserError(f"--topology {args.topology}: Vertex AI has TPU v5e and v6e. Use tpu_vm or gke.")
+    if devices.tpu:
+        if devices.tpu.vertex is None:
+            raise UserError(f"--topology {args.topology}: Vertex AI has TPU v5e and v6e. Use tpu_vm.")
         # A slice is one replica, whatever its number of machines; JAX finds its workers.
-        machine = {"machineType": found.tpu.vertex.format(found.per_machine), "tpuTopology": found.grid}
+        machine = {"machineType": devices.tpu.vertex.format(devices.per_machine), "tpuTopology": devices.grid}
         replicas = [1]
     else:
-        assert found.gpu is not None
-        if found.per_machine not in found.gpu.machines:
-            sizes = ", ".join(map(str, found.gpu.machines))
+        assert devices.gpu is not None
+        if devices.per_machine not in devices.gpu.machines:
+            sizes = ", ".join(map(str, devices.gpu.machines))
             raise UserError(f"--topology {args.topology}: machines have {sizes} of these GPUs. Use such a number.")
         machine = {
-            "machineType": found.gpu.machines[found.per_machine],
-            "acceleratorType": found.gpu.vertex,
-            "acceleratorCount": found.per_machine,
+            "machineType": devices.gpu.machines[devices.per_machine],
+            "acceleratorType": devices.gpu.vertex,
+            "acceleratorCount": devices.per_machine,
         }
-        replicas = [1, found.machines - 1] if found.machines > 1 else [1]
+        replicas = [1, devices.machines - 1] if devices.machines > 1 else [1]
         container["command"] = ["python", "-m", "t5x.launching.vertex"]
     pool = {"machineSpec": machine, "containerSpec": container, "diskSpec": {"bootDiskSizeGb": 200}}
     return {
@@ -82,24 +82,24 @@ def custom_job_spec(args: Any, command: list[str], found: Accelerators) -> dict[
     }
 
 
-def processes(cluster_spec: str) -> list[str]:
+def process_options(cluster_spec: str) -> list[str]:
     """Return the options of this process, from CLUSTER_SPEC as Vertex AI sets it; none for a single machine.
 
-    >>> processes('{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]},'
+    >>> process_options('{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]},'
     ...           ' "task": {"type": "workerpool1", "index": 0}}')
     ['--coordinator_address=a:2222', '--process_count=2', '--process_index=1']
     """
-    described = json.loads(cluster_spec or "{}")
-    pools = sorted(described.get("cluster", {}).items())
+    spec = json.loads(cluster_spec or "{}")
+    pools = sorted(spec.get("cluster", {}).items())
     count = sum(len(machines) for _, machines in pools)
     if count < 2:
         return ["--process_count=1"]
-    task = described["task"]
+    task = spec["task"]
     before = sum(len(machines) for pool, machines in pools if pool < task["type"])
     index = before + int(task["index"])
     return [f"--coordinator_address={pools[0][1][0]}", f"--process_count={count}", f"--process_index={index}"]
 
 
 if __name__ == "__main__":  # in the container
-    place = processes(os.environ.get("CLUSTER_SPEC", ""))
-    os.execvp(sys.executable, [sys.executable, "-m", "t5x", *sys.argv[1:], *place])
+    options = process_options(os.environ.get("CLUSTER_SPEC", ""))
+    os.execvp(sys.executable, [sys.executable, "-m", "t5x", *sys.argv[1:], *options])

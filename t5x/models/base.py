@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,8 @@ from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
-from t5x.network import LogitFactors, NetworkConfig, Transformer, fp8, initial_variables, is_ours, padding
+from t5x.models.hooks import hooks_of
+from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours, padding
 from t5x.optimizers.protocol import OptimizerDef
 
 Batch = Mapping[str, jax.Array]
@@ -178,7 +178,10 @@ class BaseTransformerModel(BaseModel):
         input_types: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return fresh `params`, and their logical axes as `params_axes`."""
-        ones = lambda name: jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+
+        def ones(name: str) -> jax.Array:
+            return jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+
         # As in T5X, targets look like the decoder's inputs: subclasses that change shapes may leave the targets' alone.
         like = {"decoder_target_tokens": "decoder_input_tokens"}
         tokens = [ones(like.get(name, name)) for name in self._MODULE_INPUTS]
@@ -188,7 +191,7 @@ class BaseTransformerModel(BaseModel):
         return self._init_module(rng, tokens, optional)
 
     def _init_module(self, rng: jax.Array, tokens: Sequence[jax.Array], optional: Mapping[str, Any]) -> Any:
-        """Initialize a network that is not ours, with the arguments of T5X."""
+        """Initialize a custom network with the arguments that T5X passes."""
         return self.module.init(rng, *tokens, **optional, decode=False, enable_dropout=False)
 
     def compute_logits(
@@ -243,17 +246,15 @@ class BaseTransformerModel(BaseModel):
 
         This is the case if the module takes `row_index`, and its `setup` is not that of a user.
         """
-        module = type(self.module)
-        own_setup = isinstance(self.module, Transformer) and module.setup is not Transformer.setup
-        return not own_setup and "row_index" in inspect.signature(module.__call__).parameters
+        return hooks_of(self).takes_row_index
 
     def _row_index(self, batch: Batch, num_rows: int) -> dict[str, Any]:
         """Return the `row_index` of a batch of `num_rows`; a multiple if a subclass folds lists into the batch."""
         if not self.keys_dropout_by_row or "row_index" not in batch:
             return {}
         rows = batch["row_index"]
-        length, rest = divmod(num_rows, rows.shape[0])
-        return {} if rest else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
+        length, remainder = divmod(num_rows, rows.shape[0])
+        return {} if remainder else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
 
     @property
     def pad_id(self) -> int:
@@ -286,15 +287,13 @@ class BaseTransformerModel(BaseModel):
             tokens = losses.TokenLosses(per_token, z_part, jnp.argmax(logits, axis=-1) == targets)
             loss = jnp.sum(per_token * scale)
         z_loss = jnp.sum(tokens.z_loss * scale)
-        if not self._overrides("_compute_metrics"):
+        if (accepted := hooks_of(self).metrics_arguments) is None:
             return loss, self._metrics(batch, tokens, loss, z_loss)
         segments = {name: ids for name, ids in batch.items() if name.endswith("_segment_ids")}
-        given: dict[str, Any] = {"loss": loss, "z_loss": z_loss, "segment_ids": segments}
-        given["mask"] = losses.loss_weights(batch)
-        taken = inspect.signature(self._compute_metrics).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        given = {name: value for name, value in given.items() if takes_all or name in taken}
-        return loss, self._compute_metrics(logits=logits, targets=targets, **given)
+        arguments: dict[str, Any] = {"loss": loss, "z_loss": z_loss, "segment_ids": segments}
+        arguments["mask"] = losses.loss_weights(batch)
+        arguments = {name: value for name, value in arguments.items() if name in accepted}
+        return loss, self._compute_metrics(logits=logits, targets=targets, **arguments)
 
     def _compute_metrics(
         self,
@@ -308,14 +307,10 @@ class BaseTransformerModel(BaseModel):
         """Return the metrics of a batch; subclasses may add others."""
         return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
-    def _overrides(self, *methods: str, of: type | None = None) -> bool:
-        """Return whether a subclass, or this object, has its own version of a method of `of`, by default this class."""
-        of = of or BaseTransformerModel
-        return any(getattr(type(self), name) is not getattr(of, name) or name in vars(self) for name in methods)
-
     def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
-        """Return hidden states and kernel instead of logits; None if the network is not ours or logits are needed."""
-        if self._overrides("compute_logits", "_compute_logits", "_compute_metrics") or not is_ours(self.module):
+        """Return hidden states and kernel instead of logits; None for custom networks, or if logits are needed."""
+        hooks = hooks_of(self)
+        if hooks.custom_network or hooks.custom_logits or hooks.metrics_arguments is not None:
             return None
         return self._apply(params, batch, dropout_rng, as_factors=True)
 

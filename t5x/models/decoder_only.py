@@ -13,7 +13,8 @@ from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding.loop import per_example_logits
 from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
-from t5x.network import compute_params, is_ours
+from t5x.models.hooks import hooks_of
+from t5x.network import compute_params
 from t5x.optimizers.protocol import OptimizerDef
 
 
@@ -94,10 +95,10 @@ class DecoderOnlyModel(BaseTransformerModel):
         cache, lengths = self._compute_kv_cache(params, inputs, inside)
         length = inputs.shape[1]
         next_logits = functools.partial(self._compute_logits_from_slice, params=params, max_decode_length=length)
-        if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=DecoderOnlyModel):
+        hooks = hooks_of(self)
+        tokens_to_logits: Callable[..., Any] = next_logits
+        if not (hooks.custom_network or hooks.custom_step):
             tokens_to_logits = per_example_logits(lambda _, state: next_logits(state), {}, {})
-        else:
-            tokens_to_logits = next_logits
         decodes, scores = self._decode_fn(
             inputs=inputs, cache=cache, tokens_to_logits=tokens_to_logits, initial_index=lengths, **options
         )
@@ -110,7 +111,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         lengths = jnp.maximum(jnp.sum(causal_attention, axis=1) - 1, 0).astype(jnp.int32)
         apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
         variables = {"params": params}
-        if not is_ours(self.module):  # T5X's networks prefill a cache that exists
+        if hooks_of(self).custom_network:  # T5X's networks prefill a cache that exists
             tokens = jnp.ones_like(inputs)
             variables["cache"] = apply({"params": params}, tokens, tokens, decode=True)[1]["cache"]
         # The mask also replaces the targets, because the start token is 0 but not padding.

@@ -17,7 +17,8 @@ from t5x.decoding.loop import per_example_logits, with_constraint
 from t5x.decoding.rows import is_eos
 from t5x.errors import UserError
 from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
-from t5x.network import CACHES, compute_params, is_ours
+from t5x.models.hooks import hooks_of
+from t5x.network import CACHES, compute_params
 from t5x.optimizers.protocol import OptimizerDef
 
 
@@ -124,10 +125,9 @@ class EncoderDecoderModel(BaseTransformerModel):
         empty = jnp.full_like(prompts, self.pad_id)
         prompts = jnp.where(is_eos(prompts, options["eos_id"]), self.pad_id, prompts) if prompt_with_targets else empty
         prompts = prompts.at[:, 0].set(self.start_id)
-        if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=EncoderDecoderModel):
-            start = self._start_decoding
-        else:
-            start = self._start_decoding_by_slices
+        hooks = hooks_of(self)
+        by_slices = hooks.custom_network or hooks.custom_step
+        start = self._start_decoding_by_slices if by_slices else self._start_decoding
         tokens_to_logits, cache = start(params, inputs, empty, options)
         forced = getattr(getattr(self.module, "config", None), "forced_bos_token_id", None)
         if forced is not None and not prompt_with_targets:
@@ -146,10 +146,10 @@ class EncoderDecoderModel(BaseTransformerModel):
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
         per_example = {"encoded": encoded, "inputs": inputs, "cross_cache": caches["cross_cache"]}
 
-        def step(given: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
-            held = {**variables, **caches, "cross_cache": given["cross_cache"], "cache": state.cache}
-            tokens = (given["encoded"], given["inputs"], state.cur_token, state.cur_token)
-            logits, changed = decode(held, *tokens, max_decode_length=empty.shape[1], mutable=["cache"])
+        def step(example: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
+            collections = {**variables, **caches, "cross_cache": example["cross_cache"], "cache": state.cache}
+            tokens = (example["encoded"], example["inputs"], state.cur_token, state.cur_token)
+            logits, changed = decode(collections, *tokens, max_decode_length=empty.shape[1], mutable=["cache"])
             return logits[:, -1, :], changed.get("cache", {})
 
         axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
@@ -240,15 +240,15 @@ class EncoderDecoderModel(BaseTransformerModel):
         """
         start = jnp.full((inputs.shape[0], 1), self.start_id, jnp.int32)
         real = jnp.full_like(start, self.pad_id + 1)
-        only = "logits_of" in inspect.signature(self.module.decode).parameters
+        can_select = hooks_of(self).takes_logits_of
         options |= {"enable_dropout": dropout_rng is not None}
 
         def first_position(module: nn.Module) -> jax.Array:
-            wanted = {"logits_of": tokens} if only else {}
+            selected = {"logits_of": tokens} if can_select else {}
             encoded = module.encode(inputs, **options)
-            return module.decode(encoded, inputs, start, real, **options, **wanted)[:, 0]
+            return module.decode(encoded, inputs, start, real, **options, **selected)[:, 0]
 
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
         apply: Callable[..., Any] = self.module.apply
         logits = apply(self._variables(params, fp8_scales), rngs=rngs, method=first_position)
-        return logits if only else jnp.take_along_axis(logits, tokens, axis=-1)
+        return logits if can_select else jnp.take_along_axis(logits, tokens, axis=-1)

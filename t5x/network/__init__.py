@@ -1,12 +1,12 @@
 """Networks of the T5 family, in Flax Linen."""
 
-from t5x.network.attention import Mask, attend
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.network.attention import attend
 from t5x.network.blocks import CACHES
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.initial import initial_variables, logical_axes
 from t5x.network.precision import compute_params, default_dtype, is_ours
-from t5x.network.relative_position import RelativeBias
 from t5x.network.towers import LogitFactors
 from t5x.network.transformer import Transformer
 

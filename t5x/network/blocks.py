@@ -1,5 +1,6 @@
 """The layers of encoder and decoder (attention and MLP), and how they are run: scanned or unrolled."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -7,20 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
-from t5x.network.attention import (
-    Mask,
-    attend,
-    attend_cached,
-    attend_folded,
-    extend_and_attend,
-    has_step_kernel,
-    prepare,
-)
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import ops
+from t5x.network.attention import attend, attend_cached, attend_folded, prepare
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, dropout
 from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
-from t5x.network.relative_position import RelativeBias, RelativePositionBias
+from t5x.network.relative_position import RelativePositionBias
 from t5x.partitioning.logical import constrain
 
 # Collections that a decoding step needs: `cache` changes at every step; `cross_cache` (keys and values of the encoder's
@@ -67,16 +62,19 @@ class Attention(nn.Module):
         scaled = getattr(cfg, "scale_attn_logits", False)
         query_init = kernel_init if scaled else initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
-        kernel = lambda name, init=kernel_init: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
-        kernels = {"query": kernel("query", query_init), "key": kernel("key"), "value": kernel("value")}
+        initializers_of = {"query": query_init, "key": kernel_init, "value": kernel_init}
+        kernels = {
+            name: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
+            for name, init in initializers_of.items()
+        }
 
         def heads(inputs: jax.Array, *names: str, in_every_step: bool = True) -> list[jax.Array]:
-            made = project(self, inputs, [kernels[name] for name in names], keys, in_every_step=in_every_step)
-            split = lambda flat: flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim)
-            made = [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+            flat = project(self, inputs, [kernels[name] for name in names], keys, in_every_step=in_every_step)
+            by_head = (cfg.num_heads, cfg.head_dim)
+            split = [constrain(x.reshape(*x.shape[:-1], *by_head), "batch", "length", "heads", "kv") for x in flat]
             if scaled and names[0] == "query":
-                made[0] = made[0] / cfg.head_dim**0.5
-            return made
+                split[0] = split[0] / cfg.head_dim**0.5
+            return split
 
         dropped: dict[str, Any] = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
         exact: dict[str, Any] = {"float32_logits": cfg.float32_attention_logits}
@@ -98,10 +96,10 @@ class Attention(nn.Module):
             (query,) = heads(x, "query")
             into_key, into_value = (kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value"))
             out = attend_folded(query, source.astype(cfg.dtype), into_key, into_value, mask=mask, **dropped, **exact)
-        elif self.cache and prefill_lengths is None and not scaled and self._has_step_kernel():
+        elif self.cache and prefill_lengths is None and not scaled and (step := self._step_kernel()) is not None:
             joined = project(self, x, list(kernels.values()), keys, joined=True)
             joined = joined if isinstance(joined, jax.Array) else jnp.stack(joined, axis=-2)
-            out = self._step_with_kernel(joined, mask, bias)
+            out = self._step_with_kernel(step, joined, mask, bias)
         else:
             if source is x:
                 query, key, value = heads(x, "query", "key", "value")
@@ -119,22 +117,24 @@ class Attention(nn.Module):
         to_model = Kernel(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")
         return project(self, out, [to_model], keys, dtype=cfg.residual_dtype)[0]
 
-    def _has_step_kernel(self) -> bool:
-        cfg = self.config
-        return self.has_variable("cache", "cached_key") and has_step_kernel(
-            1, jnp.float32 if cfg.float32_attention_logits else cfg.dtype, self.get_variable("cache", "cached_key")
-        )
+    def _step_kernel(self) -> Callable[..., list[jax.Array]] | None:
+        """Return the kernel of a decoding step, see `Ops.step_kernel`; None also in the pass that creates the cache."""
+        if not self.has_variable("cache", "cached_key"):
+            return None
+        dtype = jnp.float32 if self.config.float32_attention_logits else self.config.dtype
+        return ops().step_kernel(1, dtype, self.get_variable("cache", "cached_key"))
 
-    def _step_with_kernel(self, joined: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
-        """Take a decoding step, given its query, key and value, [batch, 1, 3, heads * head_dim]; advance the cache."""
+    def _step_with_kernel(
+        self, step: Callable[..., list[jax.Array]], joined: jax.Array, mask: Mask, bias: RelativeBias | None
+    ) -> jax.Array:
+        """Take a decoding step; advance the cache. `joined`: its query, key, value, [batch, 1, 3, heads * head_dim]."""
         cfg = self.config
         names = ("cached_key", "cached_value", "cache_index")
         cached: list[nn.Variable[jax.Array]] = [self.variable("cache", name) for name in names]
         key, value, index = cached
-        out, key.value, value.value = extend_and_attend(
-            joined.reshape(-1, 3, cfg.num_heads, cfg.head_dim), key.value, value.value,
-            mask=Mask(position=index.value, row_offsets=mask.row_offsets), bias=bias,
-        )  # fmt: skip
+        step_mask = Mask(position=index.value, row_offsets=mask.row_offsets)
+        new = joined.reshape(-1, 3, cfg.num_heads, cfg.head_dim)
+        out, key.value, value.value = step(new, key.value, value.value, step_mask, bias)
         index.value += 1
         return out
 
@@ -161,9 +161,11 @@ class Attention(nn.Module):
             return None
         if key.shape[2] != 1:
             raise ValueError(f"a decoding step takes one token a row; got {key.shape[2]}")
-        write = lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=cache.ndim - 2)
-        if rows:
-            write = jax.vmap(write)
+
+        def write_slice(cache: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(cache, new, position, axis=cache.ndim - 2)
+
+        write = jax.vmap(write_slice) if rows else write_slice
         cached_key.value = write(cached_key.value, key, index.value)
         cached_value.value = write(cached_value.value, value, index.value)
         position = index.value
@@ -187,8 +189,11 @@ def prepare_attention(
 ) -> tuple[Mask, RelativeBias | None]:
     """Prepare a mask and a bias for all layers of a tower, whose queries come from x; see `attention.prepare`."""
     dtype = jnp.dtype(jnp.float32 if cfg.float32_attention_logits else cfg.dtype)
-    heads = lambda length: jax.ShapeDtypeStruct((x.shape[0], length, cfg.num_heads, cfg.head_dim), dtype)
-    return prepare(heads(x.shape[1]), heads(k_length), mask, bias, cfg.attention_backend)
+    query, key = (
+        jax.ShapeDtypeStruct((x.shape[0], length, cfg.num_heads, cfg.head_dim), dtype)
+        for length in (x.shape[1], k_length)
+    )  # fmt: skip
+    return prepare(query, key, mask, bias, cfg.attention_backend)
 
 
 def _mlp(cfg: NetworkConfig) -> MLP:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask
+from t5x.kernels.attention_inputs import Mask
 from t5x.network.config import TransformerConfig
 from t5x.network.keys import Keys
 from t5x.network.towers import Decoder, LogitFactors

@@ -6,17 +6,18 @@ are skipped: packed rows cost less than full ones.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Grid
 from t5x.network.flash_preparation import (
+    BlockPlan,
     Blocks,
-    Plan,
     PreparedBias,
     PreparedMask,
     choose_blocks,
@@ -24,10 +25,6 @@ from t5x.network.flash_preparation import (
     prepare_bias,
     prepare_mask,
 )
-from t5x.network.relative_position import RelativeBias
-
-if TYPE_CHECKING:
-    from t5x.network.attention import Mask
 
 _BIAS_PROGRAMS = 1024  # programs of the bias gradient's kernel, enough to fill a GPU
 _TPU_FEW_BYTES = 1 << 20  # rows up to this size have two buffers: one is loaded while the other is in use
@@ -38,12 +35,12 @@ def flash_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: "Mask",
+    mask: Mask,
     bias: RelativeBias | None = None,
     *,
     softcap: float | None = None,
     blocks: Blocks | None = None,
-    for_tpu: bool | None = None,
+    target: str = "triton",
     interpret: Any = False,
 ) -> jax.Array:
     """Compute softmax(q·k + bias, where the mask allows) v, differentiable in query, key, value and the bias table.
@@ -51,35 +48,36 @@ def flash_attention(
     Args:
       query: [batch, q, heads, head_dim], bfloat16 or float16.
       key, value: [batch, k, key heads, head_dim]; the number of key heads divides that of the heads.
-      mask, bias: prepared for this attention (`attention.prepare`), or prepared here. A bias of None adds nothing.
+      mask, bias: prepared for this attention (`Ops.prepare_attention`), or prepared here. A bias of None adds nothing.
       softcap: logits become `softcap * tanh(logits / softcap)` before the bias is added.
       blocks: the block of each kernel; None chooses them by the shapes.
-      for_tpu: whether the kernels are those for TPUs; None decides by the devices of the active mesh.
+      target: see `make_plan`.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests; for TPUs also its parameters.
 
     Returns:
       [batch, q, heads, head_dim] in the dtype of `value`; 0 for a query that sees no key.
     """
     lengths, head_dim = (query.shape[1], key.shape[1]), query.shape[3]
-    plan = make_plan(
-        lengths, head_dim, mask, bias, softcap=softcap, blocks=blocks, for_tpu=for_tpu, interpret=interpret
-    )
-    of_mask = mask.prepared
-    if of_mask is None or not of_mask.fits(plan, query.shape[0]):
-        of_mask = prepare_mask(mask, query.shape[0], lengths, plan)
-    of_bias = gradient_of = None
+    plan = make_plan(lengths, head_dim, mask, bias, softcap=softcap, blocks=blocks, target=target, interpret=interpret)
+    prepared_mask = mask.prepared
+    if prepared_mask is None or not prepared_mask.fits(plan, query.shape[0]):
+        prepared_mask = prepare_mask(mask, query.shape[0], lengths, plan)
+    prepared_bias = gradient_of = None
     if bias is not None:
-        of_bias = bias.prepared
-        if of_bias is None or of_bias.plan != plan:
-            of_bias = prepare_bias(bias, plan)
-        gradient_of = of_bias.near, of_bias.far
-        of_bias = of_bias.replace(near=None, far=None)
+        prepared_bias = bias.prepared
+        if prepared_bias is None or prepared_bias.plan != plan:
+            prepared_bias = prepare_bias(bias, plan)
+        gradient_of = prepared_bias.near, prepared_bias.far
+        prepared_bias = prepared_bias.replace(near=None, far=None)
     q_pad, k_pad = (padded - length for padded, length in zip(plan.lengths, lengths, strict=True))
     width_pad = pl.next_power_of_2(max(head_dim, 16)) - head_dim
-    padded = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width_pad))) if more or width_pad else x
+
+    def pad(x: jax.Array, more: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width_pad))) if more or width_pad else x
+
     out = _attention(
-        padded(query, q_pad), padded(key, k_pad), padded(value, k_pad).astype(query.dtype), gradient_of,
-        of_bias, of_mask, plan,
+        pad(query, q_pad), pad(key, k_pad), pad(value, k_pad).astype(query.dtype), gradient_of, prepared_bias,
+        prepared_mask, plan,
     )  # fmt: skip
     return out[:, : lengths[0], :, :head_dim].astype(value.dtype)
 
@@ -117,8 +115,8 @@ def _attention_forward(query, key, value, gradient_of, bias, mask, plan):
     out, lse = _forward(*map(_swap_heads, (query, key, value)), bias, mask, plan)
     out = _swap_heads(out)
     # A TPU pads the last axis to 128 lanes, so heads that lie side by side take less memory until the backward pass.
-    query, key, value, kept = (x.reshape(*x.shape[:2], -1) for x in (query, key, value, out))
-    return out, (query, key, value, bias, mask, kept, lse)
+    query, key, value, flat_out = (x.reshape(*x.shape[:2], -1) for x in (query, key, value, out))
+    return out, (query, key, value, bias, mask, flat_out, lse)
 
 
 def _attention_backward(plan, residuals, gradient):
@@ -145,7 +143,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _forward(
-    query, key, value, bias: PreparedBias | None, mask: PreparedMask, plan: Plan
+    query, key, value, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q] or [batch, heads, 1, q]."""
     call = _call(query, key, bias, mask, plan, "forward")
@@ -164,7 +162,7 @@ def _forward(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _backward(query, key, value, bias: PreparedBias | None, mask: PreparedMask, out, lse, gradient, plan: Plan):
+def _backward(query, key, value, bias: PreparedBias | None, mask: PreparedMask, out, lse, gradient, plan: BlockPlan):
     """Return the gradients of query, key and value, and those of `near` and `far`."""
     arrays = query, key, value, bias, mask
     d_query, delta, d_far, d_tiles = _query_gradient(*arrays, out, lse, gradient, plan)
@@ -176,7 +174,7 @@ def _backward(query, key, value, bias: PreparedBias | None, mask: PreparedMask, 
     return d_query, d_key, d_value, (_sum_diagonals(d_tiles), d_far.sum((0, 3)))
 
 
-def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: Plan):
+def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: BlockPlan):
     """Return the gradient of query, delta, that of far logits [batch, heads, 2, q], and on TPUs that of the tiles."""
     call = _call(query, key, bias, mask, plan, "query")
     block = call.block
@@ -200,7 +198,7 @@ def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: Pla
     )  # fmt: skip
 
 
-def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Plan):
+def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: BlockPlan):
     """Return the gradients of key and value."""
     call = _call(query, key, bias, mask, plan, "key")
     return call(
@@ -215,11 +213,11 @@ def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Pla
     )  # fmt: skip
 
 
-def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Plan) -> jax.Array:
+def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: BlockPlan) -> jax.Array:
     """Return the gradient of the tiles [heads, tiles, q, k] of the bias block, on GPUs."""
     batch, q_length, heads, width = query.shape
     call = _call(query, key, bias, mask, plan, "bias")
-    block, tiles, made = call.block, plan.rules.tiles(call.block), bias.tiles.bias
+    block, tiles, tile_bias = call.block, plan.rules.tiles(call.block), bias.tiles.bias
     visits, ends, q_codes, k_codes = mask.visits, mask.ends, mask.q_codes, mask.k_codes
     parts = max(1, min(visits.shape[1], _BIAS_PROGRAMS // (heads * tiles.count)))
     whole = lambda array: None if array is None else pl.BlockSpec(array.shape, lambda t, h, p: (0,) * array.ndim)
@@ -234,7 +232,7 @@ def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: P
         grid=(tiles.count, heads, parts),
         in_specs=(
             rows(query, 1), rows(key, call.groups), rows(value, call.groups),
-            pl.BlockSpec((None, *made.shape[1:]), lambda t, h, p: (h, 0, 0, 0)),
+            pl.BlockSpec((None, *tile_bias.shape[1:]), lambda t, h, p: (h, 0, 0, 0)),
             whole(q_codes), whole(k_codes), whole(visits),
             pl.BlockSpec((None, *ends.shape[1:]), lambda t, h, p: (0, 0, 0)), vector, vector, rows(gradient, 1),
         ),
@@ -242,16 +240,16 @@ def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: P
         out_shape=_float32(parts, heads, tiles.count, block.q, block.k),
         interpret=plan.interpret,
         compiler_params=call.compiler_params,
-    )(query, key, value, made, q_codes, k_codes, visits, ends, lse, delta, gradient)  # fmt: skip
+    )(query, key, value, tile_bias, q_codes, k_codes, visits, ends, lse, delta, gradient)  # fmt: skip
     return sums.sum(0)
 
 
 def _sum_diagonals(x: jax.Array) -> jax.Array:
     """Sum each diagonal, [..., q, k] -> [..., q + k - 1], ordered by j - i."""
-    *others, q, k = x.shape
-    flat = jnp.pad(x, (*[(0, 0)] * len(others), (0, 0), (0, q - 1))).reshape(*others, -1)
+    *batch, q, k = x.shape
+    flat = jnp.pad(x, (*[(0, 0)] * len(batch), (0, 0), (0, q - 1))).reshape(*batch, -1)
     # Reshaped to rows that are longer by one, each row is shifted by one relative to the previous row.
-    skewed = jnp.pad(flat, (*[(0, 0)] * len(others), (0, q))).reshape(*others, q, q + k)
+    skewed = jnp.pad(flat, (*[(0, 0)] * len(batch), (0, q))).reshape(*batch, q, q + k)
     return jnp.roll(skewed.sum(-2), q - 1, axis=-1)[..., :-1]
 
 
@@ -263,11 +261,11 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _call(query, key, bias: PreparedBias | None, mask: PreparedMask, plan: Plan, kernel: str) -> "_Call":
-    return (_TpuCall if plan.target == "tpu" else _Call)(query, key, bias, mask, plan, kernel)
+def _call(query, key, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str) -> "_KernelCall":
+    return (_TpuCall if plan.target == "tpu" else _KernelCall)(query, key, bias, mask, plan, kernel)
 
 
-class _Call:
+class _KernelCall:
     """The block specs and arguments shared by the kernels with a grid of blocks, rows of the batch and heads.
 
     Queries, keys and values are [batch, length, heads, width]; log-sum-exps and delta are `vector_shape`.
@@ -275,7 +273,7 @@ class _Call:
 
     grid = Grid(block=0, batch=1, on_tpu=False)
 
-    def __init__(self, query, key, bias: PreparedBias | None, mask: PreparedMask, plan: Plan, kernel: str):
+    def __init__(self, query, key, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str):
         self.plan, self.bias, self.mask, self.kernel = plan, bias, mask, kernel
         self.block: Block = getattr(plan.blocks, kernel)
         self.of_keys = kernel == "key"
@@ -349,11 +347,11 @@ class _Call:
         """
         del is_row
 
-        def place(i, b, h):
-            at, head = index(i, b, h)
-            return b, at, head, 0
+        def full_index(i, b, h):
+            block, head = index(i, b, h)
+            return b, block, head, 0
 
-        return self.spec((None, length, heads, self.width), place)
+        return self.spec((None, length, heads, self.width), full_index)
 
     def q_block(self) -> pl.BlockSpec:
         return self.array(self.block.q, None, lambda i, b, h: (i, h))
@@ -376,7 +374,7 @@ class _Call:
         return self.spec((None, self.groups, self.q_length), lambda i, b, h: (b, h, 0))
 
 
-class _TpuCall(_Call):
+class _TpuCall(_KernelCall):
     """The same for TPUs: [batch, heads, length, width], vectors [batch, heads, 1, q], scalars in SMEM.
 
     A TPU runs the grid in order, the last axis fastest: the keys of a head stay in VMEM for all blocks of queries, and
@@ -409,8 +407,8 @@ class _TpuCall(_Call):
 
     def shared(self) -> tuple:
         tiles, far, q_codes, k_codes, ranges = super().shared()
-        spread = lambda x: None if x is None else x[:, None]
-        return tiles, spread(far), spread(q_codes), spread(k_codes), ranges
+        far, q_codes, k_codes = (None if x is None else x[:, None] for x in (far, q_codes, k_codes))
+        return tiles, far, q_codes, k_codes, ranges
 
     def far_spec(self, heads: int | None) -> pl.BlockSpec:
         return self.spec((heads, None, 2), lambda i, b, h: (h, 0, 0), memory_space=self.tpu.SMEM)
@@ -424,12 +422,12 @@ class _TpuCall(_Call):
     def array(
         self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False
     ) -> pl.BlockSpec:
-        def place(i, b, h):
-            at, head = index(i, b, h)
-            return b, head, at, 0
+        def full_index(i, b, h):
+            block, head = index(i, b, h)
+            return b, head, block, 0
 
         once = {"pipeline_mode": pl.Buffered(1)} if is_row and self.row_bytes > _TPU_FEW_BYTES else {}
-        return self.spec((None, heads, length, self.width), place, **once)
+        return self.spec((None, heads, length, self.width), full_index, **once)
 
     def q_vector(self) -> pl.BlockSpec:
         return self.spec((None, None, None, self.block.q), lambda i, b, h: (b, h, 0, i))

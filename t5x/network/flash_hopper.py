@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from t5x.network.flash_kernels import LOG2E, MASKED, UNSEEN, Block, Rules, visible
+from t5x.network.flash_kernels import LOG2E, MASKED, UNSEEN, Block, MaskRules, visible
 from t5x.partitioning.devices import device
 
 _COMPUTING = 2  # warpgroups
@@ -49,7 +49,7 @@ def bias_strip(logits: jax.Array, reach: tuple[int, int]) -> jax.Array:
 
     Args:
       logits: the bias in base 2 by distance, 16-bit [heads, 2 * extent + 1] for distances from -extent to extent.
-      reach: see `Rules`.
+      reach: see `MaskRules`.
     """
     first, last = _strip_tiles(reach)
     extent = logits.shape[1] // 2
@@ -89,7 +89,7 @@ def forward(
     q_codes: jax.Array | None,
     k_codes: jax.Array | None,
     ranges: jax.Array,
-    rules: Rules,
+    rules: MaskRules,
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention's result, and the base-2 log-sum-exp of its logits, float32 [batch, heads, q].
 
@@ -123,11 +123,11 @@ def forward(
     def attention_forward_kernel(query_ref, key_ref, value_ref, strip_ref, q_codes, k_codes, ranges, out_ref, lse_ref):
         def item(number):
             """Return the row and the block of queries of an item of this thread block, and `block_ranges` of it."""
-            at = lax.axis_index("part") + number * parts
-            row = lax.div(at, jnp.int32(blocks))
-            block = at - row * blocks
-            of_row = row if ranges.shape[0] > 1 else 0
-            start, whole_first, whole_last, stop = (ranges[of_row, n, block] for n in range(4))
+            work_item = lax.axis_index("part") + number * parts
+            row = lax.div(work_item, jnp.int32(blocks))
+            block = work_item - row * blocks
+            range_row = row if ranges.shape[0] > 1 else 0
+            start, whole_first, whole_last, stop = (ranges[range_row, n, block] for n in range(4))
             # Visits a masked block rather than none: with blocks of queries that visit none, the kernel does not end.
             return row, block, (start, whole_first, whole_last, jnp.maximum(stop, start + 1))
 
@@ -141,8 +141,11 @@ def forward(
                 if strip_ref is not None:
                     mosaic.copy_gmem_to_smem(strip_ref.at[head], buffers.strip, barriers.strip_full.at[0])
                 key_head = lax.div(head, jnp.int32(groups))
-                sources = (lambda row, at: query_ref.at[row, at, head], lambda row, at: key_ref.at[row, at, key_head],
-                           lambda row, at: value_ref.at[row, at, key_head])  # fmt: skip
+                sources = (
+                    lambda row, positions: query_ref.at[row, positions, head],
+                    lambda row, positions: key_ref.at[row, positions, key_head],
+                    lambda row, positions: value_ref.at[row, positions, key_head],
+                )
                 lax.fori_loop(0, items, lambda n, step: _load_item(sources, buffers, barriers, item(n), n, step), 0)
 
             @pl.when(warpgroup < _COMPUTING)
@@ -209,7 +212,7 @@ def _load_item(sources: tuple, buffers: _Buffers, barriers: _Barriers, item: tup
 
 
 def _compute_item(
-    rules: Rules, codes: tuple | None, outs: tuple, buffers: _Buffers, barriers: _Barriers, item: tuple, number, step
+    rules: MaskRules, codes: tuple | None, outs: tuple, buffers: _Buffers, barriers: _Barriers, item, number, step
 ) -> Any:
     """Compute and store the result of this warpgroup's queries; return the number of the next step."""
     warpgroup = lax.axis_index("warpgroup")
@@ -282,7 +285,9 @@ def strip_column(reach: tuple[int, int], distance: Any) -> Any:
     return (tile - first) * _ROWS
 
 
-def _masked(rules: Rules, codes: tuple | None, row: Any, q_start: Any, k_start: Any, logits: jax.Array) -> jax.Array:
+def _masked(
+    rules: MaskRules, codes: tuple | None, row: Any, q_start: Any, k_start: Any, logits: jax.Array
+) -> jax.Array:
     layout = mosaic.Layout.WGMMA
     q = k = distance = None
     if codes is not None:

@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class MaskRules:
     """The static options of a kernel.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Logits(NamedTuple):
       head: the index of this head if the references hold several.
     """
 
-    rules: Rules
+    rules: MaskRules
     block: Block
     tiles: Any
     far: Any
@@ -188,12 +188,12 @@ class _Logits(NamedTuple):
             q, k = (q, self.grid.loaded(k)) if self.transposed else (self.grid.loaded(q), k)
             q, k = jnp.expand_dims(q, 1 - axis), jnp.expand_dims(k, axis)
         if rules.causal or rules.window is not None:
-            iota = lambda axis: lax.broadcasted_iota(jnp.int32, logits.shape, axis)
-            distance = (k_start + iota(1 - axis)) - (q_start + iota(axis))
+            q_numbers, k_numbers = (lax.broadcasted_iota(jnp.int32, logits.shape, n) for n in (axis, 1 - axis))
+            distance = (k_start + k_numbers) - (q_start + q_numbers)
         return jnp.where(visible(rules, q, k, distance), logits, MASKED)
 
 
-def visible(rules: Rules, q: jax.Array | None, k: jax.Array | None, distance: jax.Array | None) -> jax.Array:
+def visible(rules: MaskRules, q: jax.Array | None, k: jax.Array | None, distance: jax.Array | None) -> jax.Array:
     """Return which keys are seen by which queries, given their codes and key position minus query position."""
     allowed: list[jax.Array] = []
     if q is not None and k is not None:
@@ -206,7 +206,9 @@ def visible(rules: Rules, q: jax.Array | None, k: jax.Array | None, distance: ja
     return functools.reduce(jnp.logical_and, allowed)
 
 
-def _sweep(rules: Rules, kinds: tuple[str, str], bounds: tuple, near: tuple | None, visit: Callable, carry: Any) -> Any:
+def _sweep(
+    rules: MaskRules, kinds: tuple[str, str], bounds: tuple, near: tuple | None, visit: Callable, carry: Any
+) -> Any:
     """Visit the blocks within `bounds` in order: far ones, `near` ones, far ones on the other side."""
     start, stop = bounds
     if near is None:
@@ -220,14 +222,14 @@ def _sweep(rules: Rules, kinds: tuple[str, str], bounds: tuple, near: tuple | No
 
 
 def _visit_all(
-    rules: Rules, kinds: tuple[str, str], ranges: Any, at: Any, near: tuple | None, visit: Callable, carry: Any
+    rules: MaskRules, kinds: tuple[str, str], ranges: Any, number: Any, near: tuple | None, visit: Callable, carry: Any
 ) -> Any:
-    """Visit the blocks that block number `at` sees according to `ranges`.
+    """Visit the blocks that block `number` sees according to `ranges`.
 
     Args:
       visit: called with the kind of a block, whether it needs no mask, its number, and the carry.
     """
-    start, first, last, stop = (ranges[n, at] for n in range(4))
+    start, first, last, stop = (ranges[n, number] for n in range(4))
     # A branch in the loop was faster than a second loop without masks: registers are allocated for all loops.
     seen = (lambda n: (n >= first) & (n < last)) if rules.masks else (lambda n: True)
     return _sweep(rules, kinds, (start, stop), near, lambda kind, n, carry: visit(kind, seen(n), n, carry), carry)
@@ -239,7 +241,7 @@ def _rows(ref: Any, start: Any, size: int) -> Any:
 
 def forward_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, out_ref, lse_ref,
-    *, rules: Rules, block: Block, grid: Grid,
+    *, rules: MaskRules, block: Block, grid: Grid,
 ):  # fmt: skip
     """Compute the output of one block of queries of one head."""
     i = pl.program_id(grid.block)
@@ -270,7 +272,7 @@ def forward_kernel(
 
 def query_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, out_ref, lse_ref,
-    gradient_ref, d_query_ref, delta_ref, d_far_ref, d_tiles_ref, *, rules: Rules, block: Block, bias_block: Block,
+    gradient_ref, d_query_ref, delta_ref, d_far_ref, d_tiles_ref, *, rules: MaskRules, block: Block, bias_block: Block,
     grid: Grid,
 ):  # fmt: skip
     """Compute the gradient of one block of queries of one head, delta, and the sums of the far logits' gradients.
@@ -322,7 +324,7 @@ def query_gradient_kernel(
 
 def key_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, lse_ref, delta_ref,
-    gradient_ref, d_key_ref, d_value_ref, *, rules: Rules, block: Block, grid: Grid, groups: int,
+    gradient_ref, d_key_ref, d_value_ref, *, rules: MaskRules, block: Block, grid: Grid, groups: int,
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values over the `groups` query heads that share it, transposed."""
     j = pl.program_id(grid.block)
@@ -336,8 +338,8 @@ def key_gradient_kernel(
         def visit(kind, is_whole, i, carry):
             d_key, d_value = carry
             queries = pl.ds(i * block.q, block.q)
-            at = (g, queries) if grid.on_tpu else (queries, g)
-            query, gradient = query_ref[*at, :], gradient_ref[*at, :]
+            index = (g, queries) if grid.on_tpu else (queries, g)
+            query, gradient = query_ref[*index, :], gradient_ref[*index, :]
             logits, slope = logits_of(kind, i, j, query, key, is_whole)
             weights = jnp.exp2(logits - lse_ref[g, queries][None, :])
             d_value += _product(weights.astype(gradient.dtype), gradient)
@@ -356,15 +358,15 @@ def key_gradient_kernel(
 
 def bias_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, q_codes_ref, k_codes_ref, visits_ref, counts_ref, lse_ref, delta_ref,
-    gradient_ref, d_tile_ref, *, rules: Rules, block: Block, grid: Grid, blocks: int,
+    gradient_ref, d_tile_ref, *, rules: MaskRules, block: Block, grid: Grid, blocks: int,
 ):  # fmt: skip
     """Sum the gradient of one tile of one head over a share of the blocks of queries that use it (`blocks` per row)."""
     tile, part, parts = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
 
     def visit(is_whole, n, d_tile):
-        at = visits_ref[tile, n]
-        row = lax.div(at, blocks)
-        i = at - row * blocks
+        visited = visits_ref[tile, n]
+        row = lax.div(visited, blocks)
+        i = visited - row * blocks
         j = tile + rules.tiles(block).first + i * (block.q // block.k)
         queries, keys = pl.ds(i * block.q, block.q), pl.ds(j * block.k, block.k)
         codes = (lambda *_: (q_codes_ref[row, queries], k_codes_ref[row, keys])) if rules.coded else None

@@ -1,12 +1,12 @@
 """What fused attention derives from its mask and its bias before any kernel runs.
 
-Layers that share a mask and a bias share this too: a tower prepares it once (`attention.prepare`).
+Layers that share a mask and a bias share this too: a tower prepares it once (`Ops.prepare_attention`).
 """
 
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -14,13 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.network import flash_kernels as kernels
-from t5x.network.flash_kernels import Block, Rules, Tiles
-from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.devices import has_compiler, on_hopper, platform
-
-if TYPE_CHECKING:
-    from t5x.network.attention import Mask
+from t5x.network.flash_kernels import Block, MaskRules, Tiles
 
 _TILE_DTYPE = jnp.float16  # of the bias: three bits more precise than bfloat16, and its range is ample
 _TPU_BLOCK = 256  # queries and keys; not tuned
@@ -46,14 +42,14 @@ def choose_blocks(q_length: int, k_length: int, head_dim: int, *, for_tpu: bool 
         blocks = Blocks(Block(128, 64, 8, 3), Block(128, 64, 8, 3), Block(64, 64, 4, 3), Block(128, 64, 4, 2))
     else:
         blocks = Blocks(Block(128, 64, 8, 3), Block(64, 32, 4, 3), Block(64, 64, 4, 3), Block(64, 64, 4, 4))
-    fit = lambda size, length: min(size, max(16, pl.next_power_of_2(length)))
-    made = Blocks(*(block._replace(q=fit(block.q, q_length), k=fit(block.k, k_length)) for block in blocks))
-    k = min(made.bias.k, made.bias.q)
-    return made._replace(bias=made.bias._replace(k=k), query=made.query._replace(k=min(made.query.k, k)))
+    most_q, most_k = (max(16, pl.next_power_of_2(length)) for length in (q_length, k_length))
+    blocks = Blocks(*(block._replace(q=min(block.q, most_q), k=min(block.k, most_k)) for block in blocks))
+    k = min(blocks.bias.k, blocks.bias.q)
+    return blocks._replace(bias=blocks.bias._replace(k=k), query=blocks.query._replace(k=min(blocks.query.k, k)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Everything static about an attention: what is prepared for one plan fits no other.
 
     Attributes:
@@ -64,7 +60,7 @@ class Plan:
       interpret: run in Pallas's interpreter.
     """
 
-    rules: Rules
+    rules: MaskRules
     blocks: Blocks
     lengths: tuple[int, int]
     extent: int
@@ -76,21 +72,25 @@ class Plan:
 def make_plan(
     lengths: tuple[int, int],
     head_dim: int,
-    mask: "Mask",
+    mask: Mask,
     bias: RelativeBias | None,
     *,
     softcap: float | None = None,
     blocks: Blocks | None = None,
-    for_tpu: bool | None = None,
+    target: str = "triton",
     interpret: Any = False,
-) -> Plan:
-    """Return the plan of an attention with these numbers of queries and keys; see `flash_attention`."""
+) -> BlockPlan:
+    """Return the plan of an attention with these numbers of queries and keys; see `flash_attention`.
+
+    Args:
+      target: `triton`; `hopper`, where `flash_hopper` may compute the forward pass if it fits; or `tpu`.
+    """
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
-    target = "tpu" if (platform() == "tpu" if for_tpu is None else for_tpu) else "triton"
-    may_use_hopper = target == "triton" and blocks is None and not interpret and on_hopper()
+    may_use_hopper = target == "hopper" and blocks is None and not interpret
+    target = "tpu" if target == "tpu" else "triton"
     blocks = choose_blocks(*lengths, head_dim, for_tpu=target == "tpu") if blocks is None else blocks
-    if may_use_hopper and has_compiler("mosaic_gpu"):
+    if may_use_hopper:
         from t5x.network import flash_hopper as hopper  # needs Mosaic
 
         if hopper.fits(lengths, head_dim, reach):
@@ -104,8 +104,8 @@ def make_plan(
     q_padded, k_padded = (length + -length % side for length, side in zip(lengths, sides, strict=True))
     extent = 0 if reach is None else max(reach) + 2 * max(size for block in blocks for size in block[:2])
     coded = mask.key_segments is not None or mask.prefix is not None or k_padded > lengths[1]
-    rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
-    return Plan(rules, blocks, (q_padded, k_padded), extent, same_queries, target, interpret)
+    rules = MaskRules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
+    return BlockPlan(rules, blocks, (q_padded, k_padded), extent, same_queries, target, interpret)
 
 
 class PerKernel(NamedTuple):
@@ -132,9 +132,9 @@ class PreparedMask(flax.struct.PyTreeNode):
     ranges: PerKernel
     visits: jax.Array | None
     ends: jax.Array | None
-    plan: Plan = flax.struct.field(pytree_node=False)
+    plan: BlockPlan = flax.struct.field(pytree_node=False)
 
-    def fits(self, plan: Plan, batch: int) -> bool:
+    def fits(self, plan: BlockPlan, batch: int) -> bool:
         """Return whether this was prepared for such an attention."""
         rows = None if self.q_codes is None else self.q_codes.shape[0]
         if self.visits is not None:
@@ -142,7 +142,7 @@ class PreparedMask(flax.struct.PyTreeNode):
         return self.plan == plan and rows in (None, batch)
 
     @classmethod
-    def axes(cls, plan: Plan) -> "PreparedMask":
+    def axes(cls, plan: BlockPlan) -> "PreparedMask":
         """Return the logical axes of every array."""
         ranges = ("batch" if plan.rules.coded else None, None, None)
         rows = ("batch", None)
@@ -167,10 +167,10 @@ class PreparedBias(flax.struct.PyTreeNode):
     far: jax.Array
     tiles: PerKernel
     far_logits: jax.Array
-    plan: Plan = flax.struct.field(pytree_node=False)
+    plan: BlockPlan = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def axes(cls, plan: Plan, heads: str | None) -> "PreparedBias":
+    def axes(cls, plan: BlockPlan, heads: str | None) -> "PreparedBias":
         """Return the logical axes of every array, where heads are divided over the axis `heads`."""
         tiles = PerKernel(*[(heads, None, None, None)] * 4)
         if plan.target == "hopper":
@@ -179,7 +179,7 @@ class PreparedBias(flax.struct.PyTreeNode):
         return cls(**axes, tiles=tiles, plan=plan)
 
 
-def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan) -> PreparedMask:
+def prepare_mask(mask: Mask, batch: int, lengths: tuple[int, int], plan: BlockPlan) -> PreparedMask:
     """Prepare a mask for queries and keys of these `lengths`."""
     key_segments = mask.key_segments
     if key_segments is None and plan.lengths[1] > lengths[1]:
@@ -204,12 +204,12 @@ def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan)
     return PreparedMask(q_codes, k_codes, ranges, visits, ends, plan)
 
 
-def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
+def prepare_bias(bias: RelativeBias, plan: BlockPlan) -> PreparedBias:
     """Prepare a bias."""
     # A matmul with one-hot rows: its gradient is a matmul too, while a gather's is a scatter in arbitrary order.
     buckets = bias.buckets(np.arange(-plan.extent, plan.extent + 1))
-    of = np.eye(bias.table.shape[1], dtype=np.float32)[buckets]
-    values = jnp.einsum("hb,nb->hn", bias.table.astype(jnp.float32), of, precision=jax.lax.Precision.HIGHEST)
+    one_hot = np.eye(bias.table.shape[1], dtype=np.float32)[buckets]
+    values = jnp.einsum("hb,nb->hn", bias.table.astype(jnp.float32), one_hot, precision=jax.lax.Precision.HIGHEST)
     part = lambda start, size: jax.lax.slice_in_dim(values, start, start + size, axis=1)
     far = jnp.concatenate([part(0, 1), part(values.shape[1] - 1, 1)], axis=1)
     block, tiles = plan.blocks.bias, plan.rules.tiles(plan.blocks.bias)
@@ -219,21 +219,21 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
     if plan.target != "tpu":  # TPUs have no float16
         logits = logits.astype(_TILE_DTYPE)
 
-    def made(kernel: str, block: Block) -> jax.Array:
+    def tiles_of(kernel: str, block: Block) -> jax.Array:
         if kernel == "forward" and plan.target == "hopper":
             from t5x.network import flash_hopper as hopper
 
             return hopper.bias_strip(logits, tiles.reach)
         return _tiles(logits, block, plan, of_keys=kernel == "key")
 
-    tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
+    all_tiles = PerKernel(*itertools.starmap(tiles_of, plan.blocks._asdict().items()))
     far_logits = kernels.LOG2E * jax.lax.stop_gradient(far)
     if plan.target == "hopper":  # gradients must use the same numbers as the forward pass, whose strip has these too
         far_logits = far_logits.astype(_TILE_DTYPE).astype(jnp.float32)
-    return PreparedBias(near, far, tiles_of, far_logits, plan)
+    return PreparedBias(near, far, all_tiles, far_logits, plan)
 
 
-def _tiles(logits: jax.Array, block: Block, plan: Plan, *, of_keys: bool) -> jax.Array:
+def _tiles(logits: jax.Array, block: Block, plan: BlockPlan, *, of_keys: bool) -> jax.Array:
     """Return the bias [heads, distances] as [heads, tiles, q, k], or transposed."""
     tiles = plan.rules.tiles(block)
     starts = tiles.unit * np.arange(tiles.first, tiles.last + 1) + plan.extent
@@ -245,8 +245,8 @@ def _reach(bias: RelativeBias) -> tuple[int, int]:
     """Return the distances from which on the bias is constant, to the left and to the right."""
     far = 2 * bias.max_distance + bias.table.shape[1]
     buckets = bias.buckets(np.arange(-far, far + 1))
-    different = lambda side: np.flatnonzero(side != side[-1])
-    left, right = (int(at[-1]) + 1 if at.size else 0 for at in map(different, (buckets[far::-1], buckets[far:])))
+    sides = (np.flatnonzero(side != side[-1]) for side in (buckets[far::-1], buckets[far:]))
+    left, right = (int(different[-1]) + 1 if different.size else 0 for different in sides)
     return left, right
 
 
@@ -277,7 +277,7 @@ def _codes(
 
 
 def block_ranges(
-    rules: Rules, block: Block, lengths: tuple[int, int], q_codes: Any, k_codes: Any, *, of_keys: bool = False
+    rules: MaskRules, block: Block, lengths: tuple[int, int], q_codes: Any, k_codes: Any, *, of_keys: bool = False
 ) -> Any:
     """Return the blocks of keys that each block of queries sees, int32 [batch or 1, 4, blocks].
 

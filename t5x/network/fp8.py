@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t5x.kernels.ops import amax, ops
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
-from t5x.partitioning.devices import device_count, runs_triton
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state
 HISTORY = 1024  # steps
@@ -80,11 +80,12 @@ def collection(config: NetworkConfig, scales: Tree) -> Tree:
     """Return the scales as a Linen collection, named like the network's parameters."""
     if config.scan_layers:
         return {tower: {tower: modules} for tower, modules in scales.items()}
-    layer = lambda modules, i: jax.tree.map(lambda x: x[i], modules)
-    layers = lambda modules: range(jax.tree.leaves(modules)[0].shape[0])
-    return {
-        tower: {f"layers_{i}": layer(modules, i) for i in layers(modules)} for tower, modules in scales.items()
-    }  # fmt: skip
+
+    def by_layer(modules: Tree) -> Tree:
+        numbers = range(jax.tree.leaves(modules)[0].shape[0])
+        return {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], modules) for i in numbers}
+
+    return {tower: by_layer(modules) for tower, modules in scales.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -101,31 +102,31 @@ def project(x: jax.Array, kernels: Sequence[jax.Array], scales: jax.Array, dtype
 
 def _forward(x, kernels, scales, dtype):
     rows = x.reshape(-1, x.shape[-1])
-    whole8, x8_transposed, amax = _quantize(rows, scales[0], _FORWARD)
+    whole8, x8_transposed, x_amax = ops().quantize(rows, scales[0], _FORWARD)
     results, kernels8 = [], []
     for x8, kernel in zip(_apart(whole8, len(kernels)), kernels, strict=True):
-        scale = _scale(_amax(kernel), _FORWARD)
-        kernel8, kernel8_transposed, _ = _quantize(kernel.reshape(kernel.shape[0], -1), scale, _FORWARD)
-        made = _dot(x8, kernel8_transposed, scales[0], scale, x.dtype, dtype or x.dtype)
-        results.append(made.reshape(*x.shape[:-1], *kernel.shape[1:]))
+        scale = _scale(amax(kernel), _FORWARD)
+        kernel8, kernel8_transposed, _ = ops().quantize(kernel.reshape(kernel.shape[0], -1), scale, _FORWARD)
+        result = _dot(x8, kernel8_transposed, scales[0], scale, x.dtype, dtype or x.dtype)
+        results.append(result.reshape(*x.shape[:-1], *kernel.shape[1:]))
         kernels8.append((kernel8, scale))
     # The empty array carries the shape and dtype of x.
-    return results, (x8_transposed, kernels8, scales, amax, jnp.empty((*x.shape, 0), x.dtype))
+    return results, (x8_transposed, kernels8, scales, x_amax, jnp.empty((*x.shape, 0), x.dtype))
 
 
 def _backward(dtype, residuals, gradients):
     del dtype
     x8_transposed, kernels8, scales, x_amax, like = residuals
-    to_x, to_kernels, amax = jnp.zeros((), like.dtype), [], [x_amax]
+    to_x, to_kernels, all_amax = jnp.zeros((), like.dtype), [], [x_amax]
     each = zip(scales[1:], _apart(x8_transposed, len(gradients)), gradients, kernels8, strict=True)
     for scale, x8_transposed, gradient, (kernel8, kernel_scale) in each:
         rows = gradient.reshape(-1, kernel8.shape[1])
-        gradient8, gradient8_transposed, gradient_amax = _quantize(rows, scale, _BACKWARD)
-        amax.append(gradient_amax)
-        to_x = _dot(gradient8, kernel8, scale, kernel_scale, like.dtype) + to_x  # see `layers._separate_matmuls`
+        gradient8, gradient8_transposed, gradient_amax = ops().quantize(rows, scale, _BACKWARD)
+        all_amax.append(gradient_amax)
+        to_x = _dot(gradient8, kernel8, scale, kernel_scale, like.dtype) + to_x  # as in `gpu_ops._separate_matmuls`
         to_kernel = _dot(x8_transposed, gradient8_transposed, scales[0], scale, like.dtype)
         to_kernels.append(to_kernel.reshape(-1, *gradient.shape[like.ndim - 2 :]))
-    return to_x.reshape(like.shape[:-1]), to_kernels, jnp.stack(amax)
+    return to_x.reshape(like.shape[:-1]), to_kernels, jnp.stack(all_amax)
 
 
 project.defvjp(_forward, _backward)
@@ -144,26 +145,6 @@ def _dot(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, dty
     """
     a, b = (x.astype(dtype) * (1.0 / scale).astype(dtype) for x, scale in ((a, a_scale), (b, b_scale)))
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out or dtype)
-
-
-def _quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return scale * x [rows, columns], saturated; the same transposed; and the amax of x.
-
-    Values saturate because x may have grown since the scale was chosen. Infinity becomes NaN, not a number.
-    """
-    if runs_triton() and device_count() == 1:
-        from t5x.network import elementwise_kernels  # Pallas is slow to import
-
-        if elementwise_kernels.fits(*x.shape):
-            return elementwise_kernels.quantize(x, scale, dtype)
-    top = float(jnp.finfo(dtype).max)
-    scaled = x.astype(jnp.float32) * scale
-    made = jnp.where(jnp.isfinite(x), jnp.clip(scaled, -top, top), jnp.nan).astype(dtype)
-    return made, made.T, _amax(x)
-
-
-def _amax(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
 def _scale(amax: jax.Array, dtype: Any, empty: float = 1.0) -> jax.Array:

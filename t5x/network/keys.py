@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.partitioning.devices import platform
+from t5x.kernels.ops import ops
 
 
 class Keys(flax.struct.PyTreeNode):
@@ -81,7 +81,7 @@ class Keys(flax.struct.PyTreeNode):
         if self.masks is None or self.dropout is None:
             return of_each
         # XLA compiles what all layers have in common once, unless each of them reads its own part of the stack.
-        masks = _materialize([keys.masks for keys in of_each], jax.random.key_data(self.dropout).ravel()[0] == 0)
+        masks = ops().materialize([keys.masks for keys in of_each], jax.random.key_data(self.dropout).ravel()[0] == 0)
         return [keys.replace(masks=of_layer) for keys, of_layer in zip(of_each, masks, strict=True)]
 
     def sample(self, shapes: Mapping[str, Sequence[int]], rate: float) -> "Keys":
@@ -102,10 +102,10 @@ class Keys(flax.struct.PyTreeNode):
 
     def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
         """Return bool [batch, *shape]: the units that dropout keeps."""
-        wanted, start = (self.place, tuple(shape), rate), 0
+        requested, start = (self.place, tuple(shape), rate), 0
         for place in self.sampled:
             units = math.prod(place[1])
-            if place == wanted and self.masks is not None:
+            if place == requested and self.masks is not None:
                 return self.masks[:, start : start + units].reshape(-1, *shape)
             start += units
         keys = jax.vmap(lambda key: jax.random.fold_in(key, _code(self.place)))(self.dropout)
@@ -119,22 +119,13 @@ def _code(place: str) -> int:
 def _sample(keys: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     """Return bool [*keys.shape, *shape], each True with probability 1 - rate."""
     limit = np.uint32(min(round((1.0 - rate) * 2**32), 2**32 - 1))
-    bits = lambda key: jax.random.bits(key, shape, jnp.uint32)
+
+    def bits(key: jax.Array) -> jax.Array:
+        return jax.random.bits(key, shape, jnp.uint32)
+
     for _ in keys.shape:
         bits = jax.vmap(bits)
     return bits(keys) < limit
-
-
-def _materialize(arrays: list[jax.Array], condition: jax.Array) -> list[jax.Array]:
-    """Return the same arrays, which XLA does not compute again in every operation that uses them.
-
-    Args:
-      condition: any boolean that is not known at compile time.
-    """
-    if platform() != "cpu":
-        return jax.lax.optimization_barrier(arrays)
-    # On CPUs, XLA removes barriers before it fuses operations, but not conditionals.
-    return jax.lax.cond(condition, lambda: arrays, lambda: [jnp.copy(array) for array in arrays])
 
 
 def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = True) -> jax.Array:
@@ -143,10 +134,3 @@ def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = T
         return x
     shape = (1, *x.shape[2:]) if broadcast_length else x.shape[1:]
     return jnp.where(keys.keep(shape, rate), x / (1.0 - rate), 0).astype(x.dtype)
-
-
-def dropout_factors(features: int, rate: float, keys: Keys) -> jax.Array | None:
-    """Return what `dropout` multiplies features by, float32 [batch, 1, features]; None without dropout."""
-    if keys.dropout is None or rate == 0.0:
-        return None
-    return jnp.where(keys.keep((1, features), rate), 1.0 / (1.0 - rate), 0.0)

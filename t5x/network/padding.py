@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask, by_reference
-from t5x.network.attention_choice import fastest
+from t5x.kernels.attention_inputs import Mask
+from t5x.kernels.ops import BACKENDS, ops
+from t5x.network.attention import by_reference
 from t5x.network.config import NetworkConfig
 
 
-class Program(NamedTuple):
+class MaskingVariants(NamedTuple):
     """A function of batches, compiled in two variants.
 
     Attributes:
@@ -30,7 +31,7 @@ class Program(NamedTuple):
     by_reference: Callable[..., Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], compiled: Callable[[Callable], Callable]) -> "Program":
+    def of(cls, function: Callable[..., Any], compiled: Callable[[Callable], Callable]) -> "MaskingVariants":
         """Return both variants of `function`; each is compiled when it is first needed."""
 
         def reference(*args: Any) -> Any:
@@ -41,10 +42,10 @@ class Program(NamedTuple):
 
     def chosen(self, model: Any, batch: Mapping[str, np.ndarray]) -> Callable[..., Any]:
         """Return the variant for a batch. It needs all rows, because all processes must choose the same."""
-        return self.by_reference if is_odd(model, batch) else self.usual
+        return self.by_reference if has_inner_padding(model, batch) else self.usual
 
 
-def may_be_anywhere(model: Any) -> bool:
+def masks_any_padding(model: Any) -> bool:
     """Return whether the attention of the model's network masks padding at any position.
 
     Networks with our configuration are assumed to use our attention; all others are assumed to mask it.
@@ -52,11 +53,12 @@ def may_be_anywhere(model: Any) -> bool:
     config = getattr(getattr(model, "module", None), "config", None)
     if not isinstance(config, NetworkConfig) or getattr(model, "inputs_bidirectional_attention", False):
         return True
-    if config.attention_backend != "auto":
-        return config.attention_backend in ("xla", "pallas")
-    dtype = jnp.float32 if config.float32_attention_logits else jnp.dtype(config.dtype)
-    heads = jax.ShapeDtypeStruct((1, 2, config.num_heads, config.head_dim), dtype)
-    return fastest(heads, heads, Mask()) != "cudnn"
+    name = config.attention_backend
+    if name == "auto":
+        dtype = jnp.float32 if config.float32_attention_logits else jnp.dtype(config.dtype)
+        heads = jax.ShapeDtypeStruct((1, 2, config.num_heads, config.head_dim), dtype)
+        name = ops().fastest(heads, heads, Mask())
+    return BACKENDS.get(name, False)
 
 
 def pad_id_of(module: Any) -> int:
@@ -64,10 +66,10 @@ def pad_id_of(module: Any) -> int:
     return getattr(getattr(module, "config", None), "pad_token_id", 0)
 
 
-def is_between(batch: Mapping[str, np.ndarray], pad_id: int = 0) -> dict[str, np.ndarray]:
+def find_inner_padding(batch: Mapping[str, np.ndarray], pad_id: int = 0) -> dict[str, np.ndarray]:
     """Return {feature: bool [rows]}: whether a row has padding before a token that attention would have to mask.
 
-    >>> is_between({"encoder_input_tokens": np.array([[5, 0, 1], [5, 1, 0]])})
+    >>> find_inner_padding({"encoder_input_tokens": np.array([[5, 0, 1], [5, 1, 0]])})
     {'encoder_input_tokens': array([ True, False])}
     """
     if "encoder_segment_ids" in batch or "decoder_segment_ids" in batch:  # packed rows are never computed by cuDNN
@@ -84,19 +86,19 @@ def is_between(batch: Mapping[str, np.ndarray], pad_id: int = 0) -> dict[str, np
     return found
 
 
-def is_odd(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
+def has_inner_padding(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
     """Return whether the model can compute this batch only by reference."""
-    if may_be_anywhere(model):
+    if masks_any_padding(model):
         return False
-    return any(rows.any() for rows in is_between(batch, pad_id_of(model.module)).values())
+    return any(rows.any() for rows in find_inner_padding(batch, pad_id_of(model.module)).values())
 
 
 def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
     """Raise a UserError if the network cannot mask the padding of a batch."""
-    if not is_odd(model, batch):
+    if not has_inner_padding(model, batch):
         return
     pad_id = pad_id_of(model.module)
-    for name, rows in is_between(batch, pad_id).items():
+    for name, rows in find_inner_padding(batch, pad_id).items():
         if rows.any():
             raise UserError(
                 f"{name} has padding (token {pad_id}) between other tokens in {rows.sum()} of {rows.size} rows, row "

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t5x.kernels.ops import ops
 from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer
-from t5x.partitioning.devices import platform
 
 _FLOAT32 = "rel_embedding"  # relative position tables are added to logits, which are float32
 _RESIDUAL = "embedding"  # its rows start the residual stream
@@ -19,7 +19,7 @@ def default_dtype() -> str:
 
     bfloat16 is slow on CPUs, float32 is slow on accelerators.
     """
-    return "float32" if platform() == "cpu" else "bfloat16"
+    return ops().default_dtype
 
 
 def is_ours(module: Any) -> bool:
@@ -30,8 +30,8 @@ def is_ours(module: Any) -> bool:
 def compute_params(module: Any, params: Any) -> Any:
     """Cast parameters to the network's dtype, as the network would at every use; results are identical.
 
-    Not for training, which needs float32 to accumulate small updates. On a GPU, the gate kernels are also fused, as
-    the network would do in every batch. Parameters of other networks are returned unchanged.
+    Not for training, which needs float32 to accumulate small updates. Where the network would fuse the gate
+    kernels in every batch, they are fused too. Parameters of other networks are returned unchanged.
     """
     if not is_ours(module):
         return params
@@ -43,4 +43,4 @@ def compute_params(module: Any, params: Any) -> Any:
         return leaf if stays else leaf.astype(config.residual_dtype if name == _RESIDUAL else config.dtype)
 
     params = jax.tree_util.tree_map_with_path(cast, params)
-    return join_kernels(params) if platform() == "gpu" else params
+    return join_kernels(params) if ops().joins_gates else params

@@ -1,17 +1,19 @@
 """The encoder, and the decoder with or without cross-attention."""
 
+from typing import Any
+
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.network.attention import Mask
+from t5x.kernels.attention_inputs import Mask
+from t5x.kernels.ops import ops
 from t5x.network.blocks import DecoderLayer, EncoderLayer, prepare_attention, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, lookup, project
-from t5x.partitioning.devices import on_nvidia_gpu, platform
+from t5x.network.layers import Embed, Kernel, RMSNorm, embed, lookup, project
 from t5x.partitioning.logical import constrain
 
 ROW_OFFSETS = "row_offsets"  # cache entry, see `Mask`; `decoding.beam` knows it by this name
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
             table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.at("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
         x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
-        if cache == "self" and on_nvidia_gpu() and not cfg.scan_layers:
+        if cache == "self" and ops().moves_row_offsets and not cfg.scan_layers:
             # A beam search fills it, and then moves these numbers instead of keys and values.
             offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
             mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
@@ -98,18 +100,23 @@ class Decoder(nn.Module):
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
         x = dropout(x, cfg.dropout_rate, keys.at("decoded"))
         scale = float(1 / np.sqrt(cfg.emb_dim)) if cfg.logits_via_embedding else 1.0
-        dense = lambda dtype: Kernel(cfg.vocab_size, ("embed", "vocab"), dtype, name="logits_dense")
-        stored = lambda: table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.at("logits_dense"))
+
+        def dense(dtype: Any) -> Kernel:
+            return Kernel(cfg.vocab_size, ("embed", "vocab"), dtype, name="logits_dense")
+
+        def stored_kernel() -> jax.Array:
+            return table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.at("logits_dense"))
+
         if as_factors:
-            return LogitFactors(x, stored(), scale)
+            return LogitFactors(x, stored_kernel(), scale)
         # Matmuls in `dtype`, as everywhere, but with a float32 result.
         if logits_of is not None:
-            wanted = lookup(stored().T, logits_of).astype(cfg.dtype)
-            return scale * jnp.einsum("bqd,bnd->bqn", x, wanted, preferred_element_type=jnp.float32)
+            rows = lookup(stored_kernel().T, logits_of).astype(cfg.dtype)
+            return scale * jnp.einsum("bqd,bnd->bqn", x, rows, preferred_element_type=jnp.float32)
         if not cfg.logits_via_embedding:
             (logits,) = project(self, x, [dense(cfg.dtype)], keys, dtype=jnp.float32)
-        elif cache is not None and x.shape[1] == 1 and platform() == "cpu":
-            logits = few_rows(x, table.astype(cfg.dtype), jnp.float32)
+        elif cache is not None and x.shape[1] == 1:
+            logits = ops().few_rows(x, table, jnp.float32)
         else:
             logits = jnp.dot(x, table.T.astype(cfg.dtype), preferred_element_type=jnp.float32)
         return constrain(scale * logits, "batch", "length", "vocab")

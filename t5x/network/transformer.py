@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask
+from t5x.kernels.attention_inputs import Mask
 from t5x.network.config import T5Config
 from t5x.network.keys import Keys
 from t5x.network.layers import Embed, embed

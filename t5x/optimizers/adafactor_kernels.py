@@ -24,7 +24,7 @@ _MAX_BLOCKS_ALONG, _MAX_BLOCKS = 512, 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class KernelSettings:
     """The settings of `Adafactor` that the kernels use."""
 
     epsilon1: float
@@ -46,7 +46,7 @@ def fits(param: jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("settings", "interpret"))
 def update_vector(
-    param: jax.Array, grad: jax.Array, v: jax.Array, rates: jax.Array, *, settings: Settings, interpret: bool = False
+    param, grad, v, rates, *, settings: KernelSettings, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Return the new parameter and second moment.
 
@@ -88,7 +88,7 @@ def update_matrix(
     rates: jax.Array,
     *,
     row_axis: int,
-    settings: Settings,
+    settings: KernelSettings,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the new parameter, `v_row` and `v_col`.
@@ -187,7 +187,7 @@ def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     return shape[0] // block[0], shape[1] // block[1]
 
 
-def _scale(rate: Any, param_square: Any, step_square: Any, settings: Settings) -> Any:
+def _scale(rate: Any, param_square: Any, step_square: Any, settings: KernelSettings) -> Any:
     """Return the factor of a step, from the mean squares of the parameter and of the step."""
     # In Triton, jnp.maximum ignores NaN.
     at_least = lambda x, low: jnp.where(x < low, low, x)

@@ -72,13 +72,13 @@ def applied_schedule(optimizer: Any, trainer_schedule: Schedule, state: Any, ste
     counter = getattr(optimizer, "count", None)
     count = None if counter is None else counter(state)
     offset = 0 if count is None else step - count
-    schedule = own if not offset else lambda at: own(at - offset)
+    schedule = own if not offset else lambda step: own(step - offset)
     if offset:
         log.info("the optimizer's learning rate counts from its own first step: step %d is its step %d", step, count)
-    for at in _SAMPLES:
-        applied, given = float(schedule(step + at)), float(trainer_schedule(step + at))
-        if not math.isclose(applied, given, rel_tol=1e-5, abs_tol=1e-12):
-            log.warning(_TRAINER_RATE_IGNORED, applied, given, step + at)
+    for sample in (step + steps for steps in _SAMPLES):
+        applied, ignored = float(schedule(sample)), float(trainer_schedule(sample))
+        if not math.isclose(applied, ignored, rel_tol=1e-5, abs_tol=1e-12):
+            log.warning(_TRAINER_RATE_IGNORED, applied, ignored, sample)
             break
     return schedule
 

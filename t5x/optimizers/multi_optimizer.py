@@ -65,12 +65,12 @@ class MultiOptimizer(TreeOptimizer):
         self._optimizers: list[OptimizerDef] = list(unique.values())
         if not self._optimizers:
             raise UserError(f"{self._setting} has no optimizer, so nothing would be trained. Add one, e.g. for '.*'.")
-        found = [getattr(optimizer, "learning_rate_fn", None) for optimizer in self._optimizers]
-        driven = [number for number, own in enumerate(found) if own is None]
-        known = [number for number, own in enumerate(found) if own is not unknown_rate]
+        rates = [getattr(optimizer, "learning_rate_fn", None) for optimizer in self._optimizers]
+        driven = [number for number, rate in enumerate(rates) if rate is None]
+        known = [number for number, rate in enumerate(rates) if rate is not unknown_rate]
         self._logged = (driven or known or [0])[0]
-        self.learning_rate_fn: Schedule | None = found[self._logged]
-        if len(set(found)) > 1:
+        self.learning_rate_fn: Schedule | None = rates[self._logged]
+        if len(set(rates)) > 1:
             whose = "the trainer's" if driven else f"that of optimizer {self._logged} (counting from 0)"
             log.info("the optimizers have different learning rates: the metric learning_rate is %s", whose)
 
@@ -93,12 +93,12 @@ class MultiOptimizer(TreeOptimizer):
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
         """Take one step with each optimizer; see `t5x.optimizers.OptimizerDef`."""
-        at = {"step": step, "learning_rate": learning_rate}
+        step_args = {"step": step, "learning_rate": learning_rate}
         new_params, new_states = params, []
         for number, optimizer in enumerate(self._optimizers):
             its_grads, its_params, its_axes = self._parts(optimizer, grads, params, axes)
             its_state = self._state_of(number, state)
-            its_params, its_state = updated(optimizer, its_grads, its_state, its_params, its_axes, **at)
+            its_params, its_state = updated(optimizer, its_grads, its_state, its_params, its_axes, **step_args)
             new_params = _replace_leaves(new_params, its_params)
             new_states.append(its_state)
         return new_params, self._join(new_states)
@@ -137,8 +137,8 @@ class _Traversals:
         self._traversals = list(traversals)
 
     def match(self, path: str) -> int:
-        one = flax.traverse_util.unflatten_dict({path: 0}, sep="/")
-        matches = (number for number, t in enumerate(self._traversals) if list(t.iterate(one)))
+        tree = flax.traverse_util.unflatten_dict({path: 0}, sep="/")
+        matches = (number for number, t in enumerate(self._traversals) if list(t.iterate(tree)))
         return next(matches, len(self._traversals))
 
     def check(self, paths: Sequence[str]) -> None:
@@ -187,9 +187,9 @@ class _ClippedOptimizer(TreeOptimizer):
     def trained(self, tree: Tree) -> Tree:
         return trained(self._optimizer, tree)
 
-    def update(self, grads: Tree, state: Tree, params: Tree, axes: Tree, **at: Any) -> tuple[Tree, Tree]:
+    def update(self, grads: Tree, state: Tree, params: Tree, axes: Tree, **step_args: Any) -> tuple[Tree, Tree]:
         clipped, _ = self._clip.update(self.trained(grads), optax.EmptyState())
-        return updated(self._optimizer, _replace_leaves(grads, clipped), state, params, axes, **at)
+        return updated(self._optimizer, _replace_leaves(grads, clipped), state, params, axes, **step_args)
 
 
 def clip_by_global_norm(optimizer: OptimizerDef, max_norm: float) -> OptimizerDef:

@@ -84,13 +84,13 @@ def state_axes(state: Tree, params: Tree, axes: Tree) -> dict[str, Any]:
 def _inherited_axes(shape: Shape, owner_shape: Shape, owner_axes: Axes) -> Axes:
     if shape == owner_shape:
         return owner_axes
-    found: list[str | None] = []
+    axes: list[str | None] = []
     first = 0
     for size in shape:
-        place = next((d for d in range(first, len(owner_shape)) if owner_shape[d] == size > 1), None)
-        found.append(None if place is None else owner_axes[place])
-        first = first if place is None else place + 1
-    return tuple(found)
+        dimension = next((d for d in range(first, len(owner_shape)) if owner_shape[d] == size > 1), None)
+        axes.append(None if dimension is None else owner_axes[dimension])
+        first = first if dimension is None else dimension + 1
+    return tuple(axes)
 
 
 def _names(keys: Sequence[Any]) -> tuple[str, ...]:

@@ -35,9 +35,9 @@ class OptaxWrapper(TreeOptimizer):
     learning_rate_fn: Schedule | None
 
     def __init__(self, optax_optimizer: optax.GradientTransformation, learning_rate: Rate | None = None):
-        found = rates_in(optax_optimizer)
-        if learning_rate is None and len(found) == 1:
-            learning_rate = found[0]
+        rates = rates_in(optax_optimizer)
+        if learning_rate is None and len(rates) == 1:
+            learning_rate = rates[0]
         self.learning_rate_fn = unknown_rate if learning_rate is None else as_schedule(learning_rate)
         self.transformation: Make = lambda rate, axes: optax_optimizer
 
@@ -108,8 +108,8 @@ def wrap_optax_optimizer(
     def make_optimizer(*args: Any, **kwargs: Any) -> OptaxWrapper:
         own_rate: Schedule | None = unknown_rate
         if "learning_rate" in signature.parameters:
-            given = signature.bind(*args, **kwargs).arguments.get("learning_rate")
-            own_rate = None if given is None else as_schedule(given)
+            rate = signature.bind(*args, **kwargs).arguments.get("learning_rate")
+            own_rate = None if rate is None else as_schedule(rate)
 
         def make(learning_rate: Any, axes: Tree) -> optax.GradientTransformation:
             call = signature.bind(*args, **kwargs)
@@ -162,27 +162,27 @@ def chain(
       0.001
     """
     parts = list(transformations)
-    found: list[Schedule | None] = []
+    rates: list[Schedule | None] = []
     for part in parts:
         if not isinstance(part, optax.GradientTransformation | OptaxWrapper):
             raise UserError(
                 f"optimizers.chain.transformations: {part!r} is not an Optax transformation. In gin, write "
                 "@optax.adamw() with parentheses. Adafactor cannot be chained; set its global_norm_clip_threshold."
             )
-        found += [part.learning_rate_fn] if isinstance(part, OptaxWrapper) else map(as_schedule, rates_in(part))
-    one = None if None in found else found[0] if len(found) == 1 else unknown_rate
+        rates += [part.learning_rate_fn] if isinstance(part, OptaxWrapper) else map(as_schedule, rates_in(part))
+    logged = None if None in rates else rates[0] if len(rates) == 1 else unknown_rate
     if learning_rate is not None:
-        if one is not unknown_rate:
+        if logged is not unknown_rate:
             raise UserError(
                 f"optimizers.chain.learning_rate is {learning_rate}, but a transformation already has a learning rate, "
                 "or takes the trainer's. Set the rate there and remove it from the chain."
             )
-        one = as_schedule(learning_rate)
+        logged = as_schedule(learning_rate)
 
     def make(rate: Any, axes: Tree) -> optax.GradientTransformation:
         return optax.chain(*(p.transformation(rate, axes) if isinstance(p, OptaxWrapper) else p for p in parts))
 
-    return OptaxWrapper.from_factory(make, one)
+    return OptaxWrapper.from_factory(make, logged)
 
 
 def _muon_dimensions(axes: Any) -> dict[str, Any]:

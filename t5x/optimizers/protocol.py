@@ -79,8 +79,8 @@ class OptimizerDef:
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
         """Return `hyper_params` with other values; None keeps a value."""
-        given = {name: value for name, value in hyper_param_overrides.items() if value is not None}
-        return self.hyper_params.replace(**given) if given else self.hyper_params
+        changes = {name: value for name, value in hyper_param_overrides.items() if value is not None}
+        return self.hyper_params.replace(**changes) if changes else self.hyper_params
 
     def state_dict(self, target: Tree, state: OptimizerState) -> dict[str, Any]:
         stored = {"step": state.step, "param_states": self.to_stored(state.param_states)}
@@ -93,7 +93,7 @@ class OptimizerDef:
         return target, OptimizerState(state_dict["state"]["step"], states)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Tree) -> Optimizer:
-        """Return the optimizer with logical axes (PartitionSpecs) in the place of arrays, and None for the step."""
+        """Return the optimizer with logical axes (PartitionSpecs) instead of arrays, and None for the step."""
         to_axes = lambda spec: None if spec is None else tuple(spec)
         axes = jax.tree.map(to_axes, param_logical_axes, is_leaf=is_axes)
         states = as_specs(self.state_axes(optimizer.target, axes))
@@ -129,16 +129,17 @@ class OptimizerDef:
         axes: Tree,
         *,
         update: Callable[..., tuple[Tree, Tree]] | None = None,
-        **at: jax.Array | float,
+        **step_args: jax.Array | float,
     ) -> tuple[Tree, Tree]:
         """Return (new parameters, new `param_states`); the trees may be FrozenDicts.
 
         Args:
           update: takes the step; None is `updated`.
+          step_args: `step` and `learning_rate`.
         """
         update = functools.partial(updated, self) if update is None else update
         plain = [flax.core.unfreeze(tree) for tree in (grads, params, axes)]
-        new, states = update(plain[0], self.to_stored(param_states), *plain[1:], **at)
+        new, states = update(plain[0], self.to_stored(param_states), *plain[1:], **step_args)
         return like(params, new), self.from_stored(states, param_states)
 
     def init(self, params: Tree, axes: Tree) -> Tree:
@@ -199,17 +200,18 @@ class TreeOptimizer(OptimizerDef):
         self, hyper_params: Any, params: Tree, state: OptimizerState, grads: Tree
     ) -> tuple[Tree, OptimizerState]:
         definition, axes = self.with_hyper_params(hyper_params), self._axes_of(params)
-        at = {"step": state.step, "learning_rate": hyper_params.learning_rate}
-        new, states = definition.take_step(grads, state.param_states, params, axes, update=definition.update, **at)
+        step_args = {"step": state.step, "learning_rate": hyper_params.learning_rate}
+        trees = grads, state.param_states, params, axes
+        new, states = definition.take_step(*trees, update=definition.update, **step_args)
         return new, OptimizerState(state.step + 1, states)
 
 
-def updated(optimizer: OptimizerDef, *trees: Tree, **at: jax.Array) -> tuple[Tree, Tree]:
+def updated(optimizer: OptimizerDef, *trees: Tree, **step_args: jax.Array) -> tuple[Tree, Tree]:
     """Call `optimizer.update`, or `apply_gradient` if a subclass of one of our optimizers overrides it, as in T5X."""
-    ours = isinstance(optimizer, TreeOptimizer)
-    if ours and type(optimizer).apply_gradient is not TreeOptimizer.apply_gradient:
-        return OptimizerDef.update(optimizer, *trees, **at)
-    return optimizer.update(*trees, **at)
+    is_tree = isinstance(optimizer, TreeOptimizer)
+    if is_tree and type(optimizer).apply_gradient is not TreeOptimizer.apply_gradient:
+        return OptimizerDef.update(optimizer, *trees, **step_args)
+    return optimizer.update(*trees, **step_args)
 
 
 OptimizerType, OptimizerDefType = Optimizer, OptimizerDef  # T5X's names in annotations
@@ -227,12 +229,12 @@ def is_axes(node: Any) -> bool:
 
 
 def as_specs(axes: Tree) -> Tree:
-    """Return PartitionSpecs in the place of axes, which are tuples or `AxisMetadata`; None for None and for scalars."""
+    """Return PartitionSpecs instead of axes, which are tuples or `AxisMetadata`; None for None and for scalars."""
 
-    def spec(found: Any) -> PartitionSpec | None:
-        return PartitionSpec(*getattr(found, "names", found)) if found else None
+    def to_spec(names: Any) -> PartitionSpec | None:
+        return PartitionSpec(*getattr(names, "names", names)) if names else None
 
-    return jax.tree.map(spec, axes, is_leaf=is_axes)
+    return jax.tree.map(to_spec, axes, is_leaf=is_axes)
 
 
 def like(tree: Tree, content: Mapping[str, Any]) -> Tree:

@@ -1,4 +1,4 @@
-"""T5X's class for the logical axes of Optax states, which are found here by name and shape."""
+"""T5X's class for the logical axes of Optax states, here matched by name and shape."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class OptaxStatePartitionRules:
 
     @classmethod
     def derive_optax_logical_axes(cls, optax_state_tree: Any, params_axes: Any) -> Any:
-        """Return the state with logical axes in the place of arrays.
+        """Return the state with logical axes instead of arrays.
 
         Args:
           optax_state_tree: a state, or its shapes.
@@ -29,7 +29,7 @@ class OptaxStatePartitionRules:
 
         def axes_of(keys: Any, leaf: Any) -> Any:
             names = optax_state._names(keys)
-            found = (owners[names[start:]] for start in range(len(names)) if names[start:] in owners)
-            return next(found, None)
+            matches = (owners[names[start:]] for start in range(len(names)) if names[start:] in owners)
+            return next(matches, None)
 
         return jax.tree_util.tree_map_with_path(axes_of, optax_state_tree)

@@ -11,7 +11,7 @@ class LocalChunkInfo(NamedTuple):
     """The part of an array that a process holds.
 
     Attributes:
-      slice: its place in the array.
+      slice: its position in the array.
       replica_id: how many processes with a lower index hold the same part.
     """
 
@@ -49,5 +49,5 @@ class LocalChunker:
         return chunk.start // (chunk.stop - chunk.start)
 
     def get_replica_id(self, mesh_axis: str) -> int:
-        """Return how many processes with a lower index have the same place along a mesh axis."""
+        """Return how many processes with a lower index have the same position along a mesh axis."""
         return self.get_local_chunk_info((self.global_mesh.shape[mesh_axis],), PartitionSpec(mesh_axis)).replica_id

@@ -15,15 +15,15 @@ from t5x.errors import UserError, check_at_least
 log = logging.getLogger(__name__)
 
 TOKEN = "T5X_CLUSTER_TOKEN"
-_SHORTEST_TOKEN = 16
+_MIN_TOKEN_LENGTH = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of this process in the run.
+class ProcessAddress:
+    """Where process 0 of a run listens, and which of its processes this one is.
 
     Attributes:
-      host, port: the address of process 0.
+      host, port: of process 0.
       count: number of processes.
       index: index of this process.
     """
@@ -34,7 +34,7 @@ class Place:
     index: int
 
     @property
-    def address(self) -> str:
+    def coordinator(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -45,8 +45,8 @@ def find(
     *,
     required: bool,
     timeout: int,
-) -> Place | None:
-    """Return the place of this process, or None if it runs alone.
+) -> ProcessAddress | None:
+    """Return the address and index of this process, or None if it runs alone.
 
     Args:
       coordinator_address: HOST:PORT of process 0. If this or one of the next two is None, the cluster is queried.
@@ -60,19 +60,19 @@ def find(
         "--process_count": process_count,
         "--process_index": process_index,
     }
-    given = [name for name, value in flags.items() if value is not None]
+    passed = [name for name, value in flags.items() if value is not None]
     check_at_least(1, "--", process_count=process_count)
     _check_index(process_index, process_count)
     if process_count == 1:
         return None
     if coordinator_address is None or process_count is None or process_index is None:
-        cluster = _detect(asked=required or bool(given))
-        if cluster is None and not given and not required:
+        cluster = _detect(required=required or bool(passed))
+        if cluster is None and not passed and not required:
             return None
         if cluster is None:
-            missing = ", ".join(name for name in flags if name not in given)
+            missing = ", ".join(name for name in flags if name not in passed)
             raise UserError(
-                f"Missing: {missing} (given: {', '.join(given) or '--multiprocess_gpu'}), and no cluster was found "
+                f"Missing: {missing} (passed: {', '.join(passed) or '--multiprocess_gpu'}), and no cluster was found "
                 "(SLURM, Open MPI, Kubernetes, a TPU pod). Start every process with --coordinator_address=HOST:PORT of "
                 "process 0, --process_count=N and its own --process_index=0 … N-1."
             )
@@ -84,7 +84,7 @@ def find(
         if coordinator_address is None:
             coordinator_address = os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.find_address(timeout)
     _check_index(process_index, process_count)
-    return Place(*_split(coordinator_address), process_count, process_index)
+    return ProcessAddress(*_split(coordinator_address), process_count, process_index)
 
 
 def _check_index(index: int | None, count: int | None) -> None:
@@ -115,8 +115,8 @@ class _Cluster:
             raise _unclear(self.environment, error) from error
 
 
-def _detect(*, asked: bool) -> _Cluster | None:
-    """Return what JAX detects; None outside a cluster, and for a single process unless `asked`.
+def _detect(*, required: bool) -> _Cluster | None:
+    """Return the cluster that JAX detects; None outside a cluster, and for a single process unless `required`.
 
     `jax.distributed.initialize` uses the same classes, but reports nothing before it has connected. We need the address
     and the number of processes before, to authenticate the processes and to name those that are missing.
@@ -132,9 +132,9 @@ def _detect(*, asked: bool) -> _Cluster | None:
             # A step with one task runs alone, whatever SLURM_NTASKS of its allocation is.
             tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if environment.name == "slurm" else None
             count = int(tasks) if tasks else environment.get_process_count()
-            return None if count == 1 and not asked else _Cluster(count, environment.get_process_id(), environment)
+            return None if count == 1 and not required else _Cluster(count, environment.get_process_id(), environment)
         except Exception as error:
-            if asked:
+            if required:
                 raise _unclear(environment, error) from error
             log.warning("%s This process continues alone.", _unclear(environment, error))
             return None
@@ -164,10 +164,10 @@ def _unclear(environment: Any, error: Exception) -> UserError:
 def read_token() -> bytes:
     """Return the secret that the processes of a run share; empty if there is none."""
     value = os.environ.get(TOKEN, "").strip()
-    if value and len(value) < _SHORTEST_TOKEN:
+    if value and len(value) < _MIN_TOKEN_LENGTH:
         raise UserError(
-            f"{TOKEN} has {len(value)} characters: it must have at least {_SHORTEST_TOKEN}, so that nobody guesses it "
-            "(`openssl rand -hex 16` makes one)."
+            f"{TOKEN} has {len(value)} characters: it must have at least {_MIN_TOKEN_LENGTH}, so that nobody can "
+            "guess it (`openssl rand -hex 16` makes one)."
         )
     return value.encode()
 
@@ -179,11 +179,11 @@ def local_address(host: str) -> str:
     name resolves to 127.0.1.1, which no other machine can reach.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, _, _, _, end in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-        address = str(end[0])
+    for family, _, _, _, endpoint in sorted(resolved, key=lambda entry: entry[0] != socket.AF_INET):
+        address = str(endpoint[0])
         if is_loopback(address) and host != "localhost" and host != address:
             continue
         with contextlib.suppress(OSError), socket.socket(family) as probe:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from t5x.errors import UserError
 from t5x.partitioning import distributed
 
-_MAX_LINES, _MAX_KINDS, _MAX_CHARACTERS = 20, 4, 300
+_MAX_LINES, _MAX_DISTINCT, _MAX_CHARACTERS = 20, 4, 300
 
 
 def require_same(what: str, describe: Callable[[], Mapping[str, str]]) -> None:
@@ -27,13 +27,13 @@ def require_same(what: str, describe: Callable[[], Mapping[str, str]]) -> None:
     digests = distributed.exchange(f"{what} digest", digest)
     if len(set(digests)) == 1:
         return
-    # One process of each kind sends its values.
-    kinds = sorted({digests.index(digest) for digest in digests})[:_MAX_KINDS]
-    described = distributed.exchange(what, mine if distributed.process_index() in kinds else None)
-    found = {index: described[index] for index in kinds}
-    names = {name: None for values in found.values() for name in values}
-    differing = [name for name in names if len({values.get(name) for values in found.values()}) > 1]
-    lines = [_line(name, {index: values.get(name) for index, values in found.items()}) for name in differing]
+    # One process for each digest sends its values.
+    distinct = sorted({digests.index(digest) for digest in digests})[:_MAX_DISTINCT]
+    described = distributed.exchange(what, mine if distributed.process_index() in distinct else None)
+    descriptions = {index: described[index] for index in distinct}
+    names = {name: None for values in descriptions.values() for name in values}
+    differing = [name for name in names if len({values.get(name) for values in descriptions.values()}) > 1]
+    lines = [_line(name, {index: values.get(name) for index, values in descriptions.items()}) for name in differing]
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  and {len(lines) - _MAX_LINES} more"]
     raise UserError(
@@ -45,8 +45,8 @@ def require_same(what: str, describe: Callable[[], Mapping[str, str]]) -> None:
 def _line(name: str, values: Mapping[int, str | None]) -> str:
     """Return a line with the values of a name, starting shortly before they differ."""
     texts = [value or "" for value in values.values()]
-    same = next((n for n, of_all in enumerate(zip(*texts, strict=False)) if len(set(of_all)) > 1), 0)
-    start = max(same - _MAX_CHARACTERS // 4, 0)
+    difference = next((n for n, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1), 0)
+    start = max(difference - _MAX_CHARACTERS // 4, 0)
 
     def excerpt(value: str | None) -> str:
         if value is None:

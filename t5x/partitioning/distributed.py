@@ -19,7 +19,7 @@ from t5x.errors import UserError
 from t5x.files.remote_errors import TransientError
 from t5x.files.system_errors import errno_of, first_line
 
-PATIENCE = 3600.0  # seconds that one process may lag behind another, while it computes metrics or compiles
+PEER_LAG_SECONDS = 3600.0  # that one process may lag behind another, while it computes metrics or compiles
 
 _joined = False
 _notes: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def exchange(name: str, mine: Any) -> list[Any]:
     number, me = _next_round(f"exchange/{name}"), process_index()
     key = f"{_key('exchange', name)}/{{}}/{{}}".format
     store.key_value_set(key(number, me), json.dumps(mine))
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PEER_LAG_SECONDS
     values = [mine if n == me else _get(store, key(number, n), deadline, name, n) for n in range(process_count())]
     if number:
         # A process that has written this round has read all of the previous one.
@@ -82,7 +82,7 @@ def broadcast(name: str, value: Any) -> Any:
     if is_leader():
         store.key_value_set(key, json.dumps(value))
         return value
-    value = _get(store, key, time.monotonic() + PATIENCE, name, 0)
+    value = _get(store, key, time.monotonic() + PEER_LAG_SECONDS, name, 0)
     if store.key_value_increment(f"{key}/read", 1) == process_count() - 1:
         store.key_value_delete(key)  # and all keys under it
     return value
@@ -139,8 +139,8 @@ def _get(store: Any, key: str, deadline: float, name: str, index: int) -> Any:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         raise UserError(
-            f"Process {process_index()} waited {PATIENCE:.0f} s for process {index} at {name!r}: that process hangs, "
-            "or does something else. See its log."
+            f"Process {process_index()} waited {PEER_LAG_SECONDS:.0f} s for process {index} at {name!r}: that "
+            "process hangs, or does something else. See its log."
         ) from error
 
 

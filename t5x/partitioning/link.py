@@ -1,10 +1,9 @@
-"""Authenticated connections between the processes of a run.
+"""Connections between the processes of a run, both ends of which have the same token.
 
-Each end first sends a random nonce. Both ends derive the key of the connection from the two nonces and the token that
-the processes share. Every message then has an HMAC of its direction, its number and its content. The token is never
-sent, and a message cannot be forged, replayed, reordered or reflected. Messages are not encrypted.
+Each end sends a random nonce, and then an HMAC of both nonces with the token. So the token is never sent, and a
+recorded handshake is useless later. Messages after it are neither signed nor encrypted: the network must be private.
 
-A message is a line: the HMAC in hexadecimal, a space, and a JSON object. An empty object is a heartbeat.
+A message is a line with a JSON object. An empty object is a heartbeat.
 """
 
 import contextlib
@@ -14,19 +13,25 @@ import re
 import secrets
 import socket
 import threading
+import time
 from typing import Any
 
 _NONCE = re.compile(rb"[0-9a-f]{64}")
-_LONGEST = 1 << 20  # bytes of a message
-_LONGEST_OF_STRANGERS = 1 << 12
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_HANDSHAKE_BYTES = 1 << 12
 
 
 class Unauthenticated(EOFError):
-    """The other end has a different token, or a message was altered."""
+    """The other end has a different token."""
 
 
-class Link:
-    """One end of an authenticated connection.
+def proof(token: bytes, *, from_leader: bool, nonces: tuple[bytes, bytes]) -> bytes:
+    """Return what only an end that has the token can send: an HMAC of the nonces of process 0 and of the other."""
+    return hmac.digest(token, b"t5x %d %s %s" % (from_leader, *nonces), "sha256").hex().encode()
+
+
+class Channel:
+    """One end of a connection that carries JSON objects once both ends have proven that they have the token.
 
     Args:
       sock: connected.
@@ -34,85 +39,74 @@ class Link:
       leads: whether this is the end of process 0.
 
     Attributes:
-      ready: whether the other end's nonce has arrived, so that messages can be sent.
+      authenticated: whether the other end has proven that it has the token.
+      opened: when the connection was opened, by `time.monotonic`.
       silent: seconds since the last message, as counted by the owner.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, *, leads: bool):
         self.socket = sock
+        self.opened = time.monotonic()
         self.silent = 0.0
+        self.authenticated = False
         self._token, self._leads = token, leads
-        self._key: bytes | None = None
-        self._sent = self._received = 0
-        self._rest = b""
-        self._lock = threading.Lock()
         self._nonce = secrets.token_hex(32).encode()
+        self._expected: bytes | None = None  # proof of the other end
+        self._incomplete = b""
+        self._lock = threading.Lock()
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send_line(self._nonce)
 
-    @property
-    def ready(self) -> bool:
-        return self._key is not None
-
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send(self, message: dict[str, Any] | None = None) -> None:
-        """Send a message, or a heartbeat. A broken connection is noticed only by `receive`."""
-        text = json.dumps(message or {}).encode()
-        with self._lock:
-            self._send_line(self._mac(self._leads, self._sent, text) + b" " + text)
-            self._sent += 1
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. A broken connection is noticed only by `receive`."""
+        self._send_line(json.dumps(message).encode())
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived; block only if there are none.
 
         Raises:
-          Unauthenticated: if a message was not signed with the token.
-          EOFError: if the other end is gone, or does not speak this protocol.
+          Unauthenticated: the other end does not have the token.
+          EOFError: the other end is gone, or does not speak this protocol.
         """
         try:
             data = self.socket.recv(1 << 16)
         except OSError as error:
             raise EOFError from error
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data or len(self._rest) > (_LONGEST if self._received else _LONGEST_OF_STRANGERS):
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        if not data or len(self._incomplete) > (_MAX_MESSAGE_BYTES if self.authenticated else _MAX_HANDSHAKE_BYTES):
             raise EOFError
-        return [message for line in lines if (message := self._read(line)) is not None]
-
-    def reject(self) -> None:
-        """Tell the other end, which is not authenticated, that its token is wrong."""
-        self._send_line(b"wrong token")
+        while lines and not self.authenticated:
+            self._authenticate(lines.pop(0))
+        self.silent = 0.0
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise EOFError from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise EOFError
+        return messages
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.close()
 
     def _send_line(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(line + b"\n")
 
-    def _read(self, line: bytes) -> dict[str, Any] | None:
-        if self._key is None:
+    def _authenticate(self, line: bytes) -> None:
+        """Answer the other end's nonce, or check its proof."""
+        if self._expected is None:
             if not _NONCE.fullmatch(line):
                 raise EOFError
             nonces = (self._nonce, line) if self._leads else (line, self._nonce)
-            self._key = hmac.digest(self._token, b"t5x link " + b" ".join(nonces), "sha256")
-            return None
-        mac, _, text = line.partition(b" ")
-        if not hmac.compare_digest(mac, self._mac(not self._leads, self._received, text)):
+            self._expected = proof(self._token, from_leader=not self._leads, nonces=nonces)
+            self._send_line(proof(self._token, from_leader=self._leads, nonces=nonces))
+        elif hmac.compare_digest(line, self._expected):
+            self.authenticated = True
+        else:
             raise Unauthenticated
-        self._received += 1
-        self.silent = 0.0
-        try:
-            message = json.loads(text)
-        except ValueError as error:
-            raise EOFError from error
-        if not isinstance(message, dict):
-            raise EOFError
-        return message
-
-    def _mac(self, from_leader: bool, number: int, text: bytes) -> bytes:
-        assert self._key is not None, "not ready"
-        return hmac.digest(self._key, b"%d %d " % (from_leader, number) + text, "sha256").hex().encode()

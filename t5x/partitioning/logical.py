@@ -30,7 +30,7 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
     """
     if axes is None:
         return PartitionSpec()
-    taken: set[str] = set()
+    used: set[str] = set()
     mesh_axes: list[MeshAxes] = [None] * len(axes)
     settled = [False] * len(axes)
     for name, over in rules:
@@ -38,8 +38,8 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
             if axis == name and not settled[dim]:
                 if over is None:
                     settled[dim] = True
-                elif taken.isdisjoint(axis_names(over)):
-                    taken.update(axis_names(over))
+                elif used.isdisjoint(axis_names(over)):
+                    used.update(axis_names(over))
                     mesh_axes[dim], settled[dim] = over, True
                 break
     return PartitionSpec(*mesh_axes)
@@ -122,8 +122,10 @@ def on_each_device(
     if active is None or active[0].size == 1:
         return function(*arguments)
     mesh, rules = active
-    is_axes = lambda node: type(node) is tuple
     uneven = set()
+
+    def is_axes(node: Any) -> bool:
+        return type(node) is tuple
 
     def find_uneven(names_of: LogicalAxes, arrays: Any) -> None:
         for array in jax.tree.leaves(arrays):

@@ -4,6 +4,7 @@ Neighbours along the last axis communicate most, so they are put into one proces
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ def devices_of(backend: str | None) -> list[jax.Device]:
 def machine_sizes(devices: Sequence[jax.Device]) -> list[int]:
     """Return the number of devices on each machine."""
     machines = machine_of_process()
-    found = [machines[d.process_index] for d in devices]
-    return [found.count(machine) for machine in dict.fromkeys(found)]
+    machine_of_device = [machines[d.process_index] for d in devices]
+    return list(Counter(machine_of_device).values())
 
 
 def machine_of_process() -> list[int]:
@@ -60,7 +61,7 @@ def model_parallel(model: int, devices: Sequence[jax.Device]) -> Mesh:
             f"PjitPartitioner.num_partitions is {model}, but each of the {slices} TPU slices has "
             f"{len(devices) // slices} devices: a copy of the model must fit into a slice."
         )
-    return _assembled((data // slices, model), (slices, 1), AXES, devices)
+    return _assemble((data // slices, model), (slices, 1), AXES, devices)
 
 
 def is_shape(value: Any) -> bool:
@@ -84,10 +85,10 @@ def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.
             f"PjitPartitioner.ici_mesh_shape {tuple(ici)} and dcn_mesh_shape {tuple(dcn)} need {total} devices, but "
             f"there are {len(devices)}. Change them so that their product is {len(devices)}."
         )
-    return _assembled(tuple(ici), tuple(dcn), HYBRID_AXES[-len(ici) :], devices)
+    return _assemble(tuple(ici), tuple(dcn), HYBRID_AXES[-len(ici) :], devices)
 
 
-def _assembled(
+def _assemble(
     ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...], devices: Sequence[jax.Device]
 ) -> Mesh:
     """Return a mesh of shape `ici` * `dcn`, with one block of shape `ici` for each group of nearby devices."""
@@ -120,10 +121,10 @@ def _groups(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]
 
 
 def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    found: dict[Any, list[jax.Device]] = {}
+    slices: dict[Any, list[jax.Device]] = {}
     for device in devices:
-        found.setdefault(getattr(device, "slice_index", 0), []).append(device)
-    return [found[key] for key in sorted(found)]
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    return [slices[key] for key in sorted(slices)]
 
 
 def _rows_by_process(array: np.ndarray) -> np.ndarray:

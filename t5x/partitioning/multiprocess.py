@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,16 +23,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from t5x.errors import UserError
 from t5x.partitioning import cluster, rendezvous
-from t5x.partitioning.cluster import Place
 from t5x.partitioning.relay import start_relay
 from t5x.partitioning.rendezvous import Member
-from t5x.partitioning.watch import CAUSE, STOP, Watch
+from t5x.partitioning.watch import DRAIN_SECONDS, PEER_NEWS_SECONDS, PeerWatcher
+from t5x.verbs.interrupts import EXIT_CODES
 
 log = logging.getLogger(__name__)
 
 _members: list[Member] = []
-_watch: Watch | None = None
-_ended: tuple[Watch, int] | None = None  # set with the exit code when this process ends with an error
+_watcher: PeerWatcher | None = None
+_failed: tuple[PeerWatcher, int] | None = None  # set with the exit code when this process ends with an error
 
 
 def start(
@@ -53,39 +54,42 @@ def start(
       initialization_timeout: seconds to wait for the others.
       multiprocess_gpu: T5X's flag: there must be several processes, even if nothing else is given.
     """
-    global _members, _watch
+    global _members, _watcher
     if jax.distributed.is_initialized():
         return
     if initialization_timeout <= 0:
         raise UserError(f"--initialization_timeout is {initialization_timeout}: it must be more than 0 seconds.")
-    place = cluster.find(
+    address = cluster.find(
         coordinator_address, process_count, process_index, required=multiprocess_gpu, timeout=initialization_timeout
     )
-    if place is None:
+    if address is None:
         return
-    token, me = cluster.read_token(), Member.here(place)
+    token, me = cluster.read_token(), Member.here(address)
     with contextlib.ExitStack() as until_jax_listens:
-        if place.index == 0:
-            here = cluster.local_address(place.host)
-            port = until_jax_listens.enter_context(_hold_port(here)).getsockname()[1]
-            log.info("process 0 of %d waits for the others at %s", place.count, place.address)
+        if me.index == 0:
+            here = cluster.local_address(address.host)
+            # The others learn the port long before the service starts, and JAX crashes if it has been taken meanwhile.
+            held = until_jax_listens.enter_context(rendezvous.bind(here, 0, socket.SO_REUSEPORT))  # gRPC sets it too
+            port = held.getsockname()[1]
+            log.info("process 0 of %d waits for the others at %s", me.count, address.coordinator)
             if not token and not cluster.is_loopback(here):
                 log.warning(
                     "%s is not set: whoever reaches %s can join this run, or end it. Set it to one secret for all "
-                    "processes (`openssl rand -hex 16` makes one).", cluster.TOKEN, place.address,
+                    "processes (`openssl rand -hex 16` makes one).", cluster.TOKEN, address.coordinator,
                 )  # fmt: skip
-            _members, links = rendezvous.gather(place, me, initialization_timeout, port, address=here, token=token)
-            address, bind_address = f"{_bracketed(here or '127.0.0.1')}:{port}", f"{_bracketed(here or '::')}:{port}"
+            _members, channels = rendezvous.gather(
+                address, me, initialization_timeout, port, local_address=here, token=token
+            )
+            service, listen_at = f"{_bracketed(here or '127.0.0.1')}:{port}", f"{_bracketed(here or '::')}:{port}"
         else:
-            _members, link, port = rendezvous.join(place, me, initialization_timeout, token=token)
-            links = {0: link}
-            address, bind_address = f"127.0.0.1:{start_relay(place.host, port)}", None
-        _watch = Watch(place.index, _members, links)
-        _watch.start()
+            _members, channels, port = rendezvous.join(address, me, initialization_timeout, token=token)
+            service, listen_at = f"127.0.0.1:{start_relay(address.host, port)}", None
+        _watcher = PeerWatcher(me.index, _members, channels)
+        _watcher.start()
         atexit.register(at_exit)
         keep_stdout_clean()
-        _initialize(address, bind_address, place, rendezvous.own_gpus(me, _members))
-    log.info("process %d of %d has started on %d machine(s)", place.index, place.count, len(set(machines())))
+        _initialize(service, listen_at, me, rendezvous.own_gpus(me, _members))
+    log.info("process %d of %d has started on %d machine(s)", me.index, me.count, len(set(machines())))
 
 
 def machines() -> list[str]:
@@ -93,19 +97,19 @@ def machines() -> list[str]:
     return [member.machine for member in _members]
 
 
-def _initialize(address: str, bind_address: str | None, place: Place, gpus: list[int] | None) -> None:
+def _initialize(service: str, listen_at: str | None, me: Member, gpus: list[int] | None) -> None:
     # gRPC would use a proxy from the environment even for this machine.
     variable = "no_grpc_proxy"
     exempt = os.environ.get(variable) or os.environ.get("no_proxy")
-    os.environ[variable] = ",".join(filter(None, [exempt, address.rpartition(":")[0].strip("[]")]))
+    os.environ[variable] = ",".join(filter(None, [exempt, service.rpartition(":")[0].strip("[]")]))
     jax.config.update("jax_check_proxy_envs", False)
     # It would replace our SIGTERM handler, which saves a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        coordinator_address=address,
-        coordinator_bind_address=bind_address,
-        num_processes=place.count,
-        process_id=place.index,
+        coordinator_address=service,
+        coordinator_bind_address=listen_at,
+        num_processes=me.count,
+        process_id=me.index,
         local_device_ids=gpus,
         cluster_detection_method="deactivate",
     )
@@ -123,23 +127,6 @@ def _require_reachable_name(name: str) -> None:
             f"This machine's name {name} does not resolve to an address that other machines can reach. Processes on "
             f"CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of 127.0.1.1."
         )
-
-
-def _hold_port(address: str) -> socket.socket:
-    """Return a socket that reserves a port for JAX's service.
-
-    The port is announced to the others long before the service starts, and JAX crashes if it has been taken meanwhile.
-
-    Args:
-      address: of this machine; "" is all of its addresses.
-    """
-    everywhere = not address and socket.has_dualstack_ipv6()
-    sock = socket.socket(socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET)
-    if everywhere:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too, so both can bind the port
-    sock.bind((address or ("::" if everywhere else ""), 0))
-    return sock
 
 
 def _bracketed(address: str) -> str:
@@ -172,47 +159,47 @@ def stop(error: BaseException | None = None) -> None:
         working. For an orderly stop of all processes (an exception with an `exit_code` that is not a UserError), wait
         up to a minute for the others to stop too.
     """
-    _stop(error, None if error is None else STOP)
+    _stop(error, None if error is None else DRAIN_SECONDS)
 
 
-def _stop(error: BaseException | None, patience: float | None) -> None:
-    global _watch
-    watch, _watch = _watch, None
-    if watch is None:
+def _stop(error: BaseException | None, timeout: float | None) -> None:
+    global _watcher
+    watcher, _watcher = _watcher, None
+    if watcher is None:
         return
-    own = isinstance(error, UserError | KeyboardInterrupt | SystemExit)  # not caused by another process
-    in_order = error is None or (not own and hasattr(error, "exit_code"))
+    is_own = isinstance(error, UserError | KeyboardInterrupt | SystemExit)  # not caused by another process
+    is_orderly = error is None or (not is_own and hasattr(error, "exit_code"))
     try:
-        if in_order and _wait_for_devices(patience) and watch.wait_for_all(patience):
+        if is_orderly and _wait_for_devices(timeout) and watcher.wait_for_all(timeout):
             jax.distributed.shutdown()
             return
-        if not own and not in_order:
-            time.sleep(CAUSE)
+        if not is_own and not is_orderly:
+            time.sleep(PEER_NEWS_SECONDS)
     except (KeyboardInterrupt, SystemExit) as signalled:
-        _report_end(watch, signalled)
+        _report_failure(watcher, signalled)
         raise
-    _report_end(watch, error)
+    _report_failure(watcher, error)
 
 
-def _report_end(watch: Watch, error: BaseException | None) -> None:
+def _report_failure(watcher: PeerWatcher, error: BaseException | None) -> None:
     """Notify the others that this process ends with an error, or without one before they have finished."""
-    global _ended
+    global _failed
     if error is None:
         reason = "it left while others were still working"
     else:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".strip(": ")
-    _ended = watch, _exit_code(error)
-    watch.report_failure(reason, _exit_code(error))
+    _failed = watcher, _exit_code(error)
+    watcher.report(reason, _exit_code(error))
 
 
 def _exit_code(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    return getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
+    return getattr(error, "exit_code", EXIT_CODES[signal.SIGINT] if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _wait_for_devices(patience: float | None) -> bool:
-    """Wait until the devices of this process have finished all work; return whether they have within `patience`.
+def _wait_for_devices(timeout: float | None) -> bool:
+    """Wait until the devices of this process have finished all work; return whether they have within `timeout`.
 
     Reading a value shows only that its own device has finished. If a device starts a collective after the end of JAX's
     runtime, it does not find the other processes, and they or this one hang.
@@ -233,19 +220,19 @@ def _wait_for_devices(patience: float | None) -> bool:
     waiting = threading.Thread(target=wait, daemon=True)  # signals interrupt the join
     try:
         waiting.start()
-    except RuntimeError:  # Python 3.12 starts no threads at exit; the watch still notices deaths
+    except RuntimeError:  # Python 3.12 starts no threads at exit; the watcher still notices deaths
         wait()
         return True
-    waiting.join(patience)
+    waiting.join(timeout)
     return not waiting.is_alive()
 
 
 def at_exit() -> None:
     """End a run that was not stopped. After an error, skip JAX's own shutdown, which would wait for the others."""
-    _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # an error that was not reported
-    if _ended is not None:
-        watch, code = _ended
-        watch.linger()
+    _stop(getattr(sys, "last_value", None), timeout=10 * DRAIN_SECONDS)  # an error that was not reported
+    if _failed is not None:
+        watcher, code = _failed
+        watcher.linger()
         logging.shutdown()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

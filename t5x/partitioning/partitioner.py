@@ -17,7 +17,7 @@ from t5x.partitioning import logical, meshes, presets
 from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
 from t5x.partitioning.devices import on_nvidia_gpu, platform
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
-from t5x.partitioning.rules import checked, standard_logical_axis_rules
+from t5x.partitioning.rules import check_rules, standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class BasePartitioner:
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None
         if preset is not None:
-            chosen = presets.named(preset)
+            chosen = presets.preset_named(preset)
             _check_preset(preset, chosen, model, (ici_mesh_shape, dcn_mesh_shape), rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
@@ -181,10 +181,13 @@ class BasePartitioner:
         """
         whole: dict[str, Any] = {"params_axes": None, "flax_mutables": {}, "flax_mutables_axes": None}
         arrays, axes = train_state.replace(**whole), self.get_logical_axes(train_state).replace(**whole)
-        spec = lambda x, names: None if names is None else self.spec(x.shape, tuple(names))
         mutables = jax.tree.map(lambda _: PartitionSpec(), train_state.flax_mutables)
-        kept = {name: getattr(train_state, name) for name in ("params_axes", "flax_mutables_axes")}
-        return jax.tree.map(spec, arrays, axes).replace(**kept, flax_mutables=mutables)
+        unchanged = {name: getattr(train_state, name) for name in ("params_axes", "flax_mutables_axes")}
+
+        def spec(x: Any, names: Sequence[str | None] | None) -> PartitionSpec | None:
+            return None if names is None else self.spec(x.shape, tuple(names))
+
+        return jax.tree.map(spec, arrays, axes).replace(**unchanged, flax_mutables=mutables)
 
     def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: PartitionSpec | None) -> LocalChunkInfo:
         """Return the part of an array with this shape and sharding that this process holds."""
@@ -202,8 +205,7 @@ class BasePartitioner:
                 return resource
             return NamedSharding(self.mesh, PartitionSpec() if resource is None else resource)
 
-        is_leaf = lambda x: x is None or isinstance(x, PartitionSpec)
-        return jax.tree.map(sharding, axis_resources, is_leaf=is_leaf)
+        return jax.tree.map(sharding, axis_resources, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
 
     @property
     def data_partition_spec(self) -> PartitionSpec:
@@ -259,14 +261,14 @@ class BasePartitioner:
     def _parts_here(self) -> range:
         """Return which of the `data_parts` are on the devices of this process."""
         indices = self.batch_sharding.addressable_devices_indices_map((self.data_parts,)).values()
-        found = sorted({part for index in indices if index for part in range(self.data_parts)[index[0]]})
-        if found != list(range(found[0], found[-1] + 1)):
+        parts = sorted({part for index in indices if index for part in range(self.data_parts)[index[0]]})
+        if parts != list(range(parts[0], parts[-1] + 1)):
             raise ArgumentError(
                 f"Process {jax.process_index()} needs rows of the batch that are not consecutive ({self}): "
-                f"shards {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, ici_mesh_shape or "
+                f"shards {', '.join(map(str, parts))} of {self.data_parts}. Choose a dcn_mesh_shape, ici_mesh_shape or "
                 "num_partitions that divides the devices of each process evenly."
             )
-        return range(found[0], found[-1] + 1)
+        return range(parts[0], parts[-1] + 1)
 
     def to_devices(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return the global batch as sharded arrays, given the rows that this process read."""
@@ -275,7 +277,7 @@ class BasePartitioner:
             return jax.device_put(dict(batch), sharding)
         here = self._parts_here()
 
-        def place(local: np.ndarray) -> jax.Array:
+        def to_global(local: np.ndarray) -> jax.Array:
             size = len(local) // len(here)
             shape, first = (size * self.data_parts, *local.shape[1:]), here.start * size
 
@@ -285,7 +287,7 @@ class BasePartitioner:
 
             return jax.make_array_from_callback(shape, sharding, shard)  # type: ignore[arg-type]
 
-        return {name: place(local) for name, local in batch.items()}
+        return {name: to_global(local) for name, local in batch.items()}
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
@@ -339,12 +341,12 @@ class BasePartitioner:
     def _on_devices(self, args: tuple, shardings: Any) -> tuple:
         device = self.mesh.local_devices[0].default_memory().kind
 
-        def moved(sharding: Sharding, tree: Any) -> Any:
+        def move(sharding: Sharding, tree: Any) -> Any:
             if sharding.memory_kind != self._param_memory:
                 return tree
             return jax.device_put(tree, sharding.with_memory_kind(device))
 
-        return jax.tree.map(moved, shardings, args)
+        return jax.tree.map(move, shardings, args)
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -410,10 +412,10 @@ def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -
 def _own_rules(rules: AxisRules) -> AxisRules | None:
     """Return the checked rules; None if they are the standard ones."""
     where = "PjitPartitioner.logical_axis_rules"
-    found = checked(rules, where)
-    if not found:
+    own_rules = check_rules(rules, where)
+    if not own_rules:
         raise ArgumentError(f"{where} is empty. Use None for the standard rules, [('batch', None)] to shard nothing.")
-    return None if found == standard_logical_axis_rules() else found
+    return None if own_rules == standard_logical_axis_rules() else own_rules
 
 
 def _check_preset(
@@ -430,8 +432,8 @@ def _check_preset(
             f"parameter_partitioning_dims={preset.parameter_dims})."
         )
     if model > 1 and not preset.model_parallel:
-        other = "tp" if preset.parameter_dims == 1 else "2d"
+        alternative = "tp" if preset.parameter_dims == 1 else "2d"
         raise ArgumentError(
             f"{where} has no model parallelism, but num_partitions (or model_parallel_submesh) is {model}: set it to "
-            f"None, or use preset {other!r}."
+            f"None, or use preset {alternative!r}."
         )

@@ -47,7 +47,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-def named(name: str) -> Preset:
+def preset_named(name: str) -> Preset:
     """Return the preset with this name."""
     if not isinstance(name, str) or name not in PRESETS:
         lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())

@@ -13,15 +13,15 @@ _CHUNK = 1 << 16
 
 def start_relay(host: str, port: int) -> int:
     """Forward connections to a port of this machine, which is returned, to another address."""
-    door = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(door, (host, port)), name="t5x-relay", daemon=True).start()
-    return door.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_accept, args=(listener, (host, port)), name="t5x-relay", daemon=True).start()
+    return listener.getsockname()[1]
 
 
-def _accept(door: socket.socket, target: tuple[str, int]) -> None:
+def _accept(listener: socket.socket, target: tuple[str, int]) -> None:
     held: list[socket.socket] = []  # unreferenced sockets would be closed
     while True:
-        near, _ = door.accept()
+        near, _ = listener.accept()
         try:
             far = socket.create_connection(target, timeout=30)
         except OSError:

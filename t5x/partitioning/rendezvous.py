@@ -1,4 +1,4 @@
-"""The processes of a run find each other.
+"""Connect the processes of a run before JAX starts, which would abort if one is missing or was started for another run.
 
 Process 0 listens at the coordinator's address. Each other process connects to it, identifies itself, and keeps the
 connection open for `watch.py`. Only processes with the run's token are accepted (see `link.py`); process 0 stops
@@ -13,22 +13,21 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from t5x.errors import UserError
-from t5x.partitioning.cluster import TOKEN, Place
-from t5x.partitioning.link import Link, Unauthenticated
+from t5x.partitioning.cluster import TOKEN, ProcessAddress
+from t5x.partitioning.link import Channel, Unauthenticated
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE = 10.0  # seconds that a connection has to authenticate
-_POLL = 2.0  # seconds
-_RETRY = 0.5  # seconds
-_LATE = 3.0  # seconds that process 0 may have started later than the others
-_MAX_STRANGERS = 256  # unauthenticated connections, beyond the number of processes
+HANDSHAKE_SECONDS = 10.0  # after which an unauthenticated connection is dropped
+_POLL_SECONDS = 2.0
+_RETRY_SECONDS = 0.5
+_LATE_SECONDS = 3.0  # that process 0 may have started later than the others
+_MAX_UNAUTHENTICATED = 256  # connections, beyond the number of processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Member:
     gpus: str
 
     @classmethod
-    def here(cls, place: Place) -> "Member":
+    def here(cls, address: ProcessAddress) -> "Member":
         """Return this process."""
         host, boot = socket.gethostname(), ""
         with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return cls(place.index, place.count, host, os.getpid(), f"{host} {boot}".strip(), _visible_gpus())
+        return cls(address.index, address.count, host, os.getpid(), f"{host} {boot}".strip(), _visible_gpus())
 
     def __str__(self) -> str:
         return f"process {self.index} (host {self.host}, pid {self.pid})"
@@ -91,111 +90,135 @@ def own_gpus(me: Member, members: list[Member]) -> list[int] | None:
 
 
 def gather(
-    place: Place, me: Member, timeout: float, port: int, *, address: str, token: bytes
-) -> tuple[list[Member], dict[int, Link]]:
+    address: ProcessAddress, me: Member, timeout: float, jax_port: int, *, local_address: str, token: bytes
+) -> tuple[list[Member], dict[int, Channel]]:
     """Wait for all other processes and start the run. Called by process 0.
 
     Connections that do not belong to this run are dropped, whatever they send, and do not delay the others.
 
     Args:
-      place: the number of processes and the address.
+      address: of process 0, as the others reach it.
       me: process 0.
       timeout: seconds.
-      port: of JAX's coordination service, which is sent to the others.
-      address: local address to listen at; "" is all of them.
+      jax_port: port of JAX's coordination service, which is sent to the others.
+      local_address: to listen at; "" is all addresses of this machine.
       token: the secret of the run.
 
     Returns:
       All processes in order, and the connections to the others.
-    """
-    members: dict[int, Member] = {0: me}
-    links: dict[int, Link] = {}
-    strangers: dict[Link, float] = {}  # and when each connected
-    deadline = time.monotonic() + timeout
-    with _listen(place, address) as door, selectors.DefaultSelector() as selector:
-        selector.register(door, selectors.EVENT_READ)
 
-        def drop(link: Link) -> None:
-            selector.unregister(link)
-            link.close()
-            strangers.pop(link, None)
-            for index in [n for n, other in links.items() if other is link]:
-                del members[index], links[index]
+    Raises:
+      UserError: a process is missing or does not fit the others. All that have connected raise it too.
+    """
+    joined: dict[Channel, Member | None] = {}  # None: it has not introduced itself yet
+    members = {0: me}
+    deadline = time.monotonic() + timeout
+    with _listen(address, local_address) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+
+        def drop(channel: Channel) -> None:
+            selector.unregister(channel)
+            channel.close()
+            if (member := joined.pop(channel)) is not None:
+                del members[member.index]
 
         try:
-            while len(members) < place.count:
+            while len(members) < me.count:
                 now = time.monotonic()
                 if now >= deadline:
-                    missing = [str(n) for n in range(place.count) if n not in members]
+                    missing = [str(n) for n in range(me.count) if n not in members]
                     raise UserError(
-                        f"process 0 waited {timeout:.0f} s at {place.address}; {len(missing)} of {place.count} "
+                        f"process 0 waited {timeout:.0f} s at {address.coordinator}; {len(missing)} of {me.count} "
                         f"processes did not connect: {', '.join(missing[:20])}. See their logs, check that they can "
-                        f"reach {place.address}, or wait longer with --initialization_timeout."
+                        f"reach {address.coordinator}, or wait longer with --initialization_timeout."
                     )
-                for link in [link for link, came in strangers.items() if now - came > HANDSHAKE]:
-                    drop(link)
-                for key, _ in selector.select(min(deadline - now, _POLL)):
-                    if key.fileobj is door:
+                unknown = [channel for channel, member in joined.items() if member is None]
+                excess = len(unknown) - me.count - _MAX_UNAUTHENTICATED
+                for number, channel in enumerate(unknown):
+                    if number < excess or now - channel.opened > HANDSHAKE_SECONDS:
+                        drop(channel)
+                for key, _ in selector.select(min(deadline - now, _POLL_SECONDS)):
+                    if key.fileobj is listener:
                         with contextlib.suppress(OSError):  # it has closed already
-                            link = Link(door.accept()[0], token, leads=True)
-                            selector.register(link, selectors.EVENT_READ, link)
-                            strangers[link] = time.monotonic()
-                        if len(strangers) > place.count + _MAX_STRANGERS:
-                            drop(next(iter(strangers)))
+                            channel = Channel(listener.accept()[0], token, leads=True)
+                            joined[channel] = None
+                            selector.register(channel, selectors.EVENT_READ, channel)
                         continue
-                    link = key.data
-                    if link.fileno() < 0:  # it has just been dropped
-                        continue
+                    channel = key.data
                     try:
-                        for message in link.receive():
+                        for message in channel.receive():
                             member = _read_introduction(message, members)
-                            members[member.index], links[member.index] = member, link
-                            strangers.pop(link, None)
-                    except EOFError as error:  # not a process of ours, or one that gave up and may retry
+                            members[member.index] = joined[channel] = member
+                    except EOFError as error:  # not a process of this run, or one that gave up and may retry
                         if isinstance(error, Unauthenticated):
-                            _reject(link)
-                        drop(link)
+                            _warn_of_token(channel)
+                        drop(channel)
         except UserError as error:
-            for link in strangers | dict.fromkeys(links.values()):
-                if link.ready:
-                    link.send({"refused": str(error)})
+            for channel in joined:
+                if channel.authenticated:
+                    channel.send({"refused": str(error)})
             raise
-    ordered = [members[n] for n in range(place.count)]
-    for link in strangers:
-        link.close()
-    for link in links.values():
-        link.send({"port": port, "members": [dataclasses.asdict(member) for member in ordered]})
-    return ordered, links
+    described = [dataclasses.asdict(members[n]) for n in range(me.count)]
+    channels = {}
+    for channel, joined_member in joined.items():
+        if joined_member is None:
+            channel.close()
+        else:
+            channel.send({"port": jax_port, "members": described})
+            channels[joined_member.index] = channel
+    return [members[n] for n in range(me.count)], channels
 
 
-@contextlib.contextmanager
-def _listen(place: Place, address: str) -> Iterator[socket.socket]:
+def _listen(address: ProcessAddress, local_address: str) -> socket.socket:
     """Listen at the coordinator's port."""
     try:
-        everywhere = not address and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET
-        door = socket.create_server((address, place.port), family=family, dualstack_ipv6=everywhere, backlog=1024)
+        listener = bind(local_address, address.port, socket.SO_REUSEADDR)
+        listener.listen(1024)
     except OSError as error:
         raise UserError(
-            f"process 0 cannot listen at port {place.port} (of --coordinator_address {place.address}): "
+            f"process 0 cannot listen at port {address.port} (of --coordinator_address {address.coordinator}): "
             f"{error.strerror}. If another run uses it, choose another port for all processes."
         ) from error
-    with door:
-        door.setblocking(False)
-        yield door
+    listener.setblocking(False)
+    return listener
 
 
-def _reject(link: Link) -> None:
+def bind(local_address: str, port: int, option: int) -> socket.socket:
+    """Return a socket that is bound to a port.
+
+    Args:
+      local_address: of this machine; "" is all of its addresses, IPv6 included.
+      port: 0 picks a free one.
+      option: of the socket, to be set before it is bound.
+    """
+    everywhere = not local_address and socket.has_dualstack_ipv6()
+    sock = socket.socket(socket.AF_INET6 if everywhere or ":" in local_address else socket.AF_INET)
+    try:
+        if everywhere:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind((local_address or ("::" if everywhere else ""), port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _warn_of_token(channel: Channel) -> None:
     with contextlib.suppress(OSError):
         log.warning(
             "rejected a connection from %s, which has another token than process 0. If it is a process of this run, "
-            "give all processes the same %s.", link.socket.getpeername()[0], TOKEN,
+            "give all processes the same %s.", channel.socket.getpeername()[0], TOKEN,
         )  # fmt: skip
-    link.reject()
 
 
 def _read_introduction(message: dict[str, Any], members: dict[int, Member]) -> Member:
-    """Return who has joined. EOFError: not a process of ours; UserError: one that was started for another run."""
+    """Return the process that has connected.
+
+    Raises:
+      EOFError: the message does not describe a process.
+      UserError: the process was started for another run.
+    """
     types = {field.name: field.type for field in dataclasses.fields(Member)}
     if {name: type(value) for name, value in message.items()} != types:
         raise EOFError
@@ -214,45 +237,51 @@ def _read_introduction(message: dict[str, Any], members: dict[int, Member]) -> M
     return member
 
 
-def join(place: Place, me: Member, timeout: float, *, token: bytes) -> tuple[list[Member], Link, int]:
+def join(
+    address: ProcessAddress, me: Member, timeout: float, *, token: bytes
+) -> tuple[list[Member], dict[int, Channel], int]:
     """Connect to process 0 and wait until all have joined. Called by all other processes.
 
     Returns:
       All processes in order, the connection to process 0, and the port of JAX's coordination service there.
+
+    Raises:
+      UserError: process 0 was not reached, or has refused to start the run.
     """
     deadline = time.monotonic() + timeout
     reason = "nothing answered"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            sock = socket.create_connection((place.host, place.port), timeout=min(left, HANDSHAKE))
-            link = Link(sock, token, leads=False)
-            while not link.ready:
-                link.receive()
-            link.send(dataclasses.asdict(me))
+            sock = socket.create_connection((address.host, address.port), timeout=min(remaining, HANDSHAKE_SECONDS))
+            channel = Channel(sock, token, leads=False)
+            while not channel.authenticated:
+                channel.receive()
+            channel.send(dataclasses.asdict(me))
             # Process 0 may have started later, and only it knows who is missing: let it time out first.
-            sock.settimeout(left + _LATE)
-            while not (messages := link.receive()):
+            sock.settimeout(remaining + _LATE_SECONDS)
+            while not (messages := channel.receive()):
                 pass
             if "refused" in messages[0]:
                 raise UserError(messages[0]["refused"])
             sock.settimeout(None)
-            return [Member(**member) for member in messages[0]["members"]], link, int(messages[0]["port"])
+            members = [Member(**member) for member in messages[0]["members"]]
+            return members, {0: channel}, int(messages[0]["port"])
         except Unauthenticated:
-            link.close()
+            channel.close()
             raise UserError(
-                f"The server at {place.address} has another token than process {place.index}, whose {TOKEN} is "
+                f"The server at {address.coordinator} has another token than process {me.index}, whose {TOKEN} is "
                 f"{'set' if token else 'not set'}. Start all processes with the same {TOKEN}."
             ) from None
         except OSError as error:
             reason = error.strerror or str(error)
         except EOFError:
-            link.close()
+            channel.close()
             reason = "it answered, but not all processes connected"
             if time.monotonic() < deadline:
                 reason = "the server there was not process 0 of this run, or ended"
-        time.sleep(min(_RETRY, left))
+        time.sleep(min(_RETRY_SECONDS, remaining))
     raise UserError(
-        f"process {place.index} did not reach process 0 at {place.address} within {timeout:.0f} s: {reason}. Check "
+        f"process {me.index} did not reach process 0 at {address.coordinator} within {timeout:.0f} s: {reason}. Check "
         "that process 0 runs there, that all processes have the same --coordinator_address, and that no firewall "
         "blocks the port, or wait longer with --initialization_timeout."
     )

@@ -30,14 +30,13 @@ def standard_logical_axis_rules(
         ("kv", None),
     ]  # fmt: skip
     rules += [("embed", axis) for axis in embed[activation_partitioning_dims, parameter_partitioning_dims]]
-    additional = (
-        [] if additional_rules is None else checked(additional_rules, "standard_logical_axis_rules.additional_rules")
-    )
+    where = "standard_logical_axis_rules.additional_rules"
+    additional = [] if additional_rules is None else check_rules(additional_rules, where)
     whole = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
     return rules + [(name, None) for name in whole] + additional
 
 
-def checked(rules: Any, where: str) -> list[tuple[str, MeshAxes]]:
+def check_rules(rules: Any, where: str) -> list[tuple[str, MeshAxes]]:
     """Return the rules as pairs, with tuples for several mesh axes; raise an ArgumentError with `where` if invalid."""
     form = "rules are a list of pairs, [('batch', 'data'), ('embed', None), ('mlp', ('data', 'model'))]"
     if not isinstance(rules, list | tuple):

@@ -88,7 +88,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
 
 
 def get_coords(device: Any) -> tuple[int, ...]:
-    """Return the place of a device: of a TPU (x, y, z, core), of others (process, number in the process)."""
+    """Return the coordinates of a device: of a TPU (x, y, z, core), of others (process, number in the process)."""
     if hasattr(device, "coords"):
         return (*device.coords, device.core_on_chip)
     return device.process_index, device.id % jax.local_device_count()
@@ -97,7 +97,7 @@ def get_coords(device: Any) -> tuple[int, ...]:
 def bounds_from_last_device(last_device: Any) -> tuple[int, ...]:
     """Return the shape of the grid of devices, given the last of them."""
     if hasattr(last_device, "coords"):
-        return tuple(place + 1 for place in get_coords(last_device))
+        return tuple(coordinate + 1 for coordinate in get_coords(last_device))
     return jax.process_count(), jax.local_device_count()
 
 

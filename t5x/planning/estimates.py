@@ -1,4 +1,4 @@
-"""Estimates for each way to shard a training run over a topology: memory, step time, and which one to use."""
+"""Estimate memory and step time for each way to shard a training run over a topology."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from t5x.network.config import REMAT_POLICIES
 from t5x.partitioning import PjitPartitioner, presets
 from t5x.planning import memory
 from t5x.planning.memory import Share
-from t5x.planning.program import Program, compile_program
+from t5x.planning.program import CompiledStep, compile_step
 from t5x.planning.topologies import Topology
 from t5x.telemetry.devices import TERA
 from t5x.trainer.abstract_run import abstract_trainer
@@ -26,7 +26,7 @@ USABLE = 0.93  # of a device's memory: the rest is the runtime's, and fragmentat
 
 # Shares of the data sheet that T5 1.1 reaches on an H200 (docs/planning.md); assumed for other devices.
 MATMUL, ATTENTION, BANDWIDTH, LINK = 0.78, 0.28, 0.85, 0.8
-PASSES = 7.25  # times that norms, gates, residuals and attention read or write what the backward pass needs
+PASSES = 7.25  # times that norms, gates, residuals and attention read or write the saved activations
 OPTIMIZER_PASSES = 6  # times that the optimizer reads or writes an array of the parameters' size
 SCAN_COPIES = 0.4  # of the parameters: stacked layers are transposed for the scan
 
@@ -37,7 +37,7 @@ matmuls reach {MATMUL:.0%} of the bfloat16 peak, attention scores {ATTENTION:.0%
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """The training run to plan.
 
     Attributes:
@@ -62,7 +62,7 @@ class Run:
     def config(self) -> Any:
         return self.model.module.config
 
-    def with_config(self, **changes: Any) -> "Run":
+    def with_config(self, **changes: Any) -> "PlannedRun":
         """Return the run with other values in the network's configuration."""
         model = copy.copy(self.model)
         model.module = model.module.clone(config=dataclasses.replace(self.config, **changes))
@@ -76,15 +76,15 @@ class Estimate:
     Attributes:
       mesh: (data, model).
       memory: {remat policy: {kind: bytes at the peak}}.
-      step: {remat policy: {what takes time: seconds}}.
-      program: the compiled step.
+      step: {remat policy: {part of the step: seconds}}.
+      compiled: the compiled step.
     """
 
     preset: str
     mesh: tuple[int, int]
     memory: dict[str, dict[str, float]]
     step: dict[str, dict[str, float]]
-    program: Program
+    compiled: CompiledStep
 
     def peak(self, remat: str) -> float:
         return sum(self.memory[remat].values())
@@ -93,39 +93,40 @@ class Estimate:
         return sum(self.step[remat].values())
 
 
-def meshes(run: Run, topology: Topology) -> dict[str, tuple[int, int] | str]:
-    """Return the (data, model) mesh of each preset that differs from the others, or why it cannot be used."""
-    found: dict[str, tuple[int, int] | str] = {}
+def meshes(run: PlannedRun, topology: Topology) -> dict[str, tuple[int, int] | str]:
+    """Return {preset: its (data, model) mesh, or the reason why it cannot be used}; for one device, only `dp`."""
+    result: dict[str, tuple[int, int] | str] = {}
     for name in ("dp",) if topology.devices == 1 else presets.PRESETS:
         model = presets.model_axis(name, topology.devices, [topology.per_machine])
         rows = topology.devices // model * run.microbatches
         if topology.devices % model:
-            found[name] = f"machines of {model} devices do not divide {topology.devices}"
+            result[name] = f"machines of {model} devices do not divide {topology.devices}"
         elif run.batch % rows:
-            found[name] = f"a batch of {run.batch} rows is not a multiple of {rows}"
+            result[name] = f"a batch of {run.batch} rows is not a multiple of {rows}"
         else:
-            found[name] = (topology.devices // model, model)
-    return found
+            result[name] = (topology.devices // model, model)
+    return result
 
 
-def estimate(run: Run, topology: Topology, preset: str, mesh: tuple[int, int]) -> Estimate:
+def estimate(run: PlannedRun, topology: Topology, preset: str, mesh: tuple[int, int]) -> Estimate:
     """Compile the step for a virtual mesh of CPU devices and estimate memory and time on the topology."""
     # Scanned layers are compiled once, so that the time does not grow with their number.
-    program = _compile(run.with_config(scan_layers=True), preset, mesh[1], topology.per_machine)
+    compiled = _compile(run.with_config(scan_layers=True), preset, mesh[1], topology.per_machine)
     layout = layout_of(run, preset, mesh[1])
     share = share_of(run, topology, mesh)
-    communication = {"communication": _communication(program, run, topology)}
+    communication = {"communication": _communication(compiled, run, topology)}
     return Estimate(
         preset,
         mesh,
         memory={remat: peak_memory(run, share, layout, preset, remat) for remat in REMAT_POLICIES},
         step={remat: step_seconds(run, share, topology, layout, remat) | communication for remat in REMAT_POLICIES},
-        program=program,
+        compiled=compiled,
     )
 
 
-def layout_of(run: Run, preset: str, model: int) -> StateLayout:
-    partitioner = PjitPartitioner(preset=preset, num_partitions=model if presets.named(preset).model_parallel else None)
+def layout_of(run: PlannedRun, preset: str, model: int) -> StateLayout:
+    has_model_axis = presets.preset_named(preset).model_parallel
+    partitioner = PjitPartitioner(preset=preset, num_partitions=model if has_model_axis else None)
     run = run.with_config(attention_backend="xla")  # a CPU has no other
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
     level = logging.getLogger("t5x").level
@@ -136,8 +137,8 @@ def layout_of(run: Run, preset: str, model: int) -> StateLayout:
         logging.getLogger("t5x").setLevel(level)
 
 
-def share_of(run: Run, topology: Topology, mesh: tuple[int, int]) -> Share:
-    """Return what one device of a (data, model) mesh computes."""
+def share_of(run: PlannedRun, topology: Topology, mesh: tuple[int, int]) -> Share:
+    """Return the part of a step that one device of a (data, model) mesh computes."""
     data, model = mesh
     is_narrow = run.config.dtype != "float32"
     automatic = is_narrow and not topology.is_tpu
@@ -146,12 +147,12 @@ def share_of(run: Run, topology: Topology, mesh: tuple[int, int]) -> Share:
     return Share(rows, run.inputs, run.targets, model, attention, fused_layers=not topology.is_tpu)
 
 
-def peak_memory(run: Run, share: Share, layout: StateLayout, preset: str, remat: str) -> dict[str, float]:
+def peak_memory(run: PlannedRun, share: Share, layout: StateLayout, preset: str, remat: str) -> dict[str, float]:
     """Return the memory of a device at the peak of a step, by kind."""
     cfg, parameters = run.config, memory.state_bytes(layout.abstract.params)
     item = jnp.dtype(cfg.dtype).itemsize
     copies = 0.0
-    if presets.named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
+    if presets.preset_named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
         layers = max(getattr(cfg, name, 0) for name in ("num_encoder_layers", "num_decoder_layers", "num_layers"))
         copies = 2 * item * layout.num_params / share.model / layers
     elif item < 4:
@@ -172,8 +173,10 @@ def peak_memory(run: Run, share: Share, layout: StateLayout, preset: str, remat:
     }
 
 
-def step_seconds(run: Run, share: Share, topology: Topology, layout: StateLayout, remat: str) -> dict[str, float]:
-    """Return the seconds of a step without communication, by what takes them."""
+def step_seconds(
+    run: PlannedRun, share: Share, topology: Topology, layout: StateLayout, remat: str
+) -> dict[str, float]:
+    """Return the seconds of a step without communication, by part of the step."""
     cfg, chip = run.config, topology.chip
     lengths = {"inputs": run.inputs, "targets": run.targets}
     batch = {name: jnp.broadcast_to(0, shape) for name, shape in run.model.input_shapes(lengths).items()}
@@ -194,7 +197,7 @@ def step_seconds(run: Run, share: Share, topology: Topology, layout: StateLayout
     }
 
 
-def _compile(run: Run, preset: str, model: int, per_machine: int) -> Program:
+def _compile(run: PlannedRun, preset: str, model: int, per_machine: int) -> CompiledStep:
     layout = layout_of(run, preset, model)
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
     shapes |= dict.fromkeys(("decoder_target_tokens", "decoder_loss_weights"), shapes["decoder_input_tokens"])
@@ -205,16 +208,16 @@ def _compile(run: Run, preset: str, model: int, per_machine: int) -> Program:
     trainer = abstract_trainer(layout, learning_rate_fn=lambda step: 1e-3, num_microbatches=run.microbatches)
     train_step = trainer._partitioned_train_step
     assert isinstance(train_step, jax.stages.Wrapped)
-    return compile_program(train_step.lower(layout.abstract, batch), per_machine)
+    return compile_step(train_step.lower(layout.abstract, batch), per_machine)
 
 
-def _communication(program: Program, run: Run, topology: Topology) -> float:
+def _communication(compiled: CompiledStep, run: PlannedRun, topology: Topology) -> float:
     """Return the seconds of all collectives.
 
     Those of layers, which run several times, send float32 in XLA's CPU program where a GPU or TPU sends `dtype`.
     """
     seconds = 0.0
-    for collective in program.collectives:
+    for collective in compiled.collectives:
         speed = topology.network if collective.across else topology.chip.link
         narrower = jnp.dtype(run.config.dtype).itemsize / 4 if collective.count > 1 else 1
         seconds += narrower * collective.traffic / (LINK * speed * GIGA)

@@ -1,4 +1,4 @@
-"""Memory of a train step on one device: stored arrays, activations and temporaries; `estimates.peak_memory` adds them.
+"""Count the memory of a train step on one device: stored arrays, activations, temporaries (`estimates.peak_memory`).
 
 XLA's buffer assignment for a CPU differs from that for a GPU or TPU: a CPU has no fused attention and computes bfloat16
 in float32. So activations are counted from the network's configuration instead.
@@ -20,14 +20,14 @@ _GELU_STEPS = 4 if jax.__version_info__ >= (0, 11) else 5  # arrays that JAX's d
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one device computes.
+    """The part of a step that one device computes.
 
     Attributes:
       rows: rows of a microbatch.
       inputs, targets: tokens of a row.
       model: devices that share a copy of the model.
-      fused_attention: whether attention is a kernel of its own, which writes no attention weights.
-      fused_layers: whether norms and gates are kernels of their own, as on NVIDIA GPUs.
+      fused_attention: whether attention is a fused kernel, which writes no attention weights.
+      fused_layers: whether norms and gates are fused kernels, as on NVIDIA GPUs.
     """
 
     rows: int
@@ -44,8 +44,7 @@ class Share:
 
 def state_bytes(tree: Any) -> int:
     """Return the bytes on one device of abstract arrays with shardings."""
-    shard = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    return sum(map(shard, jax.tree.leaves(tree)))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def saved_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -> int:
@@ -54,7 +53,7 @@ def saved_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -> 
 
 
 def working_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -> int:
-    """Return the bytes of what is computed at one time: a layer (recomputed, if `remat`), and a chunk of logits."""
+    """Return the bytes in use at one time: a layer (recomputed, if `remat`), and a chunk of logits."""
     layer = max(tower.working_bytes(remat) for tower in _towers(cfg, share))
     logits = min(4 * share.rows * share.targets * share.divided(cfg.vocab_size), 2**28)
     return layer + 2 * logits

@@ -16,7 +16,6 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_BITS = re.compile(r"\d+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """What XLA reports about a compiled step, per device.
+class CompiledStep:
+    """XLA's report on a compiled train step, per device.
 
     Attributes:
       arguments, temporaries: bytes. The temporaries are those of a CPU: with attention scores and float32 copies.
@@ -59,19 +58,20 @@ class Program:
 
     def counts(self) -> dict[str, int]:
         """Return how many times each kind of collective runs in a step."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for collective in self.collectives:
-            found[collective.kind] += collective.count
-        return dict(sorted(found.items()))
+            counts[collective.kind] += collective.count
+        return dict(sorted(counts.items()))
 
 
-def compile_program(lowered: jax.stages.Lowered, per_machine: int) -> Program:
+def compile_step(lowered: jax.stages.Lowered, per_machine: int) -> CompiledStep:
     """Compile a lowered function and read memory and collectives from the result."""
     compiled = lowered.compile()
     stats, hlo = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None and hlo is not None, "a CPU's compiler reports both"
-    found = list(collectives(hlo, per_machine))
-    return Program(stats.argument_size_in_bytes, stats.temp_size_in_bytes, found)
+    return CompiledStep(
+        stats.argument_size_in_bytes, stats.temp_size_in_bytes, list(collectives(hlo, per_machine))
+    )
 
 
 def collectives(hlo: str, per_machine: int) -> Iterator[Collective]:
@@ -84,16 +84,16 @@ def collectives(hlo: str, per_machine: int) -> Iterator[Collective]:
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
-        if found := _COMPUTATION.match(line):
-            name = found[2]
-            entry = name if found[1] else entry
+        if header := _COMPUTATION.match(line):
+            name = header[2]
+            entry = name if header[1] else entry
         elif name:
             bodies.setdefault(name, []).append(line)
     for name, runs in _runs(bodies, entry).items():
         for line in bodies.get(name, ()):
-            if (found := _INSTRUCTION.search(line)) and (groups := _groups(line)) is not None and groups.shape[1] > 1:
-                kind, group = found[2], groups.shape[1]
-                size = _size(found[1]) * (group if kind == "reduce-scatter" else 1)
+            if (match := _INSTRUCTION.search(line)) and (groups := _groups(line)) is not None and groups.shape[1] > 1:
+                kind, group = match[2], groups.shape[1]
+                size = _size(match[1]) * (group if kind == "reduce-scatter" else 1)
                 across = bool((groups // per_machine != groups[:, :1] // per_machine).any())
                 yield Collective(kind, runs, size, group, across)
 
@@ -109,8 +109,8 @@ def _runs(bodies: dict[str, list[str]], entry: str) -> Counter[str]:
             if branches := _BRANCHES.search(line):
                 called += [branch.strip().lstrip("%") for branch in branches[1].split(",")]
             trips = _TRIPS.search(line)
-            for other in called:
-                visit(other, times * int(trips[1]) if trips else times)
+            for computation in called:
+                visit(computation, times * int(trips[1]) if trips else times)
 
     visit(entry, 1)
     return runs
@@ -121,15 +121,18 @@ def _groups(line: str) -> np.ndarray | None:
 
     XLA writes groups in three ways: `{{0,1},{2,3}}`, `[2,2]<=[4]T(0)` and `mesh['a'=2,'b'=2] {'a'}`.
     """
-    numbers = lambda text: [int(n) for n in _BITS.findall(text)]
-    if found := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", line):
-        return np.array([numbers(group) for group in found[1].split("},{")])
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        devices = np.arange(np.prod(numbers(found[2]))).reshape(numbers(found[2]))
-        return (devices.transpose(numbers(found[3])) if found[3] else devices).reshape(numbers(found[1]))
-    if found := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line):
-        return _mesh_groups(re.findall(r"'([^']+)'=(\d+)", found[1]), _AXIS.findall(found[2]))
+    if match := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", line):
+        return np.array([_numbers(group) for group in match[1].split("},{")])
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        devices = np.arange(np.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
+        return (devices.transpose(_numbers(match[3])) if match[3] else devices).reshape(_numbers(match[1]))
+    if match := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line):
+        return _mesh_groups(re.findall(r"'([^']+)'=(\d+)", match[1]), _AXIS.findall(match[2]))
     return None
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _mesh_groups(mesh: list[tuple[str, str]], axes: list[tuple[str, str, str]]) -> np.ndarray:
@@ -153,6 +156,6 @@ def _size(shapes: str) -> int:
     """Return the bytes of the arrays in a shape such as `(f32[8,16]{1,0}, bf16[4])`."""
     total = 0
     for dtype, dims in _ARRAY.findall(shapes):
-        bits = int(found[0]) if (found := _BITS.search(dtype)) else 8
-        total += bits // 8 * int(np.prod([int(n) for n in dims.split(",") if n]))
+        bits = (_numbers(dtype) or [8])[0]
+        total += bits // 8 * int(np.prod(_numbers(dims)))
     return total

@@ -1,23 +1,23 @@
-"""A plan as text and as JSON."""
+"""Report a plan as text and as JSON."""
 
 from typing import Any
 
 from t5x.network.config import REMAT_POLICIES
-from t5x.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, Run, layout_of
+from t5x.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, PlannedRun, layout_of
 from t5x.planning.topologies import Topology
 
 HOUR = 3600
 
 
-def recommend(found: list[Estimate], topology: Topology, remat: str) -> tuple[Estimate | None, str]:
+def recommend(estimates: list[Estimate], topology: Topology, remat: str) -> tuple[Estimate | None, str]:
     """Return the fastest estimate that fits, and its remat policy.
 
     If none fits, more is recomputed. The estimate is None if nothing helps.
     """
     for policy in REMAT_POLICIES[REMAT_POLICIES.index(remat) :]:
-        fitting = [one for one in found if fits(one.peak(policy), topology)]
+        fitting = [estimate for estimate in estimates if fits(estimate.peak(policy), topology)]
         if fitting:
-            return min(fitting, key=lambda one: one.seconds(policy)), policy
+            return min(fitting, key=lambda estimate: estimate.seconds(policy)), policy
     return None, remat
 
 
@@ -25,20 +25,20 @@ def fits(peak: float, topology: Topology) -> bool:
     return peak <= USABLE * topology.chip.memory * GIGA
 
 
-def gin_lines(run: Run, one: Estimate, remat: str) -> list[str]:
+def gin_lines(run: PlannedRun, estimate: Estimate, remat: str) -> list[str]:
     """Return the gin statements of an estimate."""
-    lines = [f"partitioning.PjitPartitioner.preset = '{one.preset}'"]
-    if one.mesh[1] > 1:
-        lines.append(f"partitioning.PjitPartitioner.num_partitions = {one.mesh[1]}")
+    lines = [f"partitioning.PjitPartitioner.preset = '{estimate.preset}'"]
+    if estimate.mesh[1] > 1:
+        lines.append(f"partitioning.PjitPartitioner.num_partitions = {estimate.mesh[1]}")
     if remat != run.config.remat_policy:
         lines.append(f"network.{type(run.config).__name__}.remat_policy = '{remat}'")
     return lines
 
 
 def as_json(
-    run: Run,
+    run: PlannedRun,
     topology: Topology,
-    found: list[Estimate],
+    estimates: list[Estimate],
     skipped: dict[str, str],
     cache: float,
     steps: int | None,
@@ -47,14 +47,14 @@ def as_json(
     """Return the plan as a JSON object: gigabytes per device, and milliseconds.
 
     Args:
-      found: an estimate for each preset.
+      estimates: an estimate for each preset.
       skipped: {preset: why it cannot be used}.
       cache: bytes per device of decoded rows' keys and values.
-      steps: of the whole run.
-      price: of one device for an hour.
+      steps: of the whole run, for its time.
+      price: of one device for one hour.
     """
-    chosen, remat = recommend(found, topology, run.config.remat_policy)
-    shown = chosen or min(found, key=lambda one: one.peak("full"))
+    chosen, remat = recommend(estimates, topology, run.config.remat_policy)
+    shown = chosen or min(estimates, key=lambda estimate: estimate.peak("full"))
     remat = remat if chosen else "full"
     seconds = shown.seconds(remat)
     plan: dict[str, Any] = {
@@ -67,7 +67,7 @@ def as_json(
         "gin": gin_lines(run, chosen, remat) if chosen else [],
         "peak_memory_gb": shown.peak(remat) / GIGA, "step_ms": 1e3 * seconds,
         "sequences_per_s": run.batch / seconds, "kv_cache_gb": cache / GIGA,
-        "presets": {one.preset: _preset(one, topology) for one in found}, "skipped": skipped,
+        "presets": {estimate.preset: _preset(estimate, topology) for estimate in estimates}, "skipped": skipped,
         "assumptions": ASSUMPTIONS,
     }  # fmt: skip
     if steps:
@@ -77,22 +77,26 @@ def as_json(
     return plan
 
 
-def _preset(one: Estimate, topology: Topology) -> dict[str, Any]:
-    program = one.program
+def _preset(estimate: Estimate, topology: Topology) -> dict[str, Any]:
+    compiled = estimate.compiled
     return {
-        "mesh": dict(zip(("data", "model"), one.mesh, strict=True)),
-        "fits": {remat: fits(one.peak(remat), topology) for remat in REMAT_POLICIES},
-        "peak_memory_gb": {remat: one.peak(remat) / GIGA for remat in REMAT_POLICIES},
-        "memory_gb": {remat: {kind: size / GIGA for kind, size in one.memory[remat].items()} for remat in one.memory},
-        "step_ms": {remat: {what: 1e3 * s for what, s in one.step[remat].items()} for remat in one.step},
-        "collectives": program.counts(),
-        "traffic_gb": sum(collective.traffic for collective in program.collectives) / GIGA,
-        "xla_cpu": {"arguments_gb": program.arguments / GIGA, "temporaries_gb": program.temporaries / GIGA},
+        "mesh": dict(zip(("data", "model"), estimate.mesh, strict=True)),
+        "fits": {remat: fits(estimate.peak(remat), topology) for remat in REMAT_POLICIES},
+        "peak_memory_gb": {remat: estimate.peak(remat) / GIGA for remat in REMAT_POLICIES},
+        "memory_gb": {
+            remat: {kind: size / GIGA for kind, size in sizes.items()} for remat, sizes in estimate.memory.items()
+        },
+        "step_ms": {
+            remat: {part: 1e3 * seconds for part, seconds in times.items()} for remat, times in estimate.step.items()
+        },
+        "collectives": compiled.counts(),
+        "traffic_gb": sum(collective.traffic for collective in compiled.collectives) / GIGA,
+        "xla_cpu": {"arguments_gb": compiled.arguments / GIGA, "temporaries_gb": compiled.temporaries / GIGA},
     }
 
 
 def as_text(plan: dict[str, Any], topology: Topology) -> str:
-    """Return the plan for people."""
+    """Return the plan as a text to read."""
     lines = [
         f"model     {plan['parameters'] / 1e6:,.4g} million parameters, {plan['dtype']}, batch {plan['batch']}, "
         f"{plan['inputs']} in, {plan['targets']} out"
@@ -101,12 +105,13 @@ def as_text(plan: dict[str, Any], topology: Topology) -> str:
         f"{'preset':<8}{'data x model':<14}{'peak GB with remat':<28}{'step':>10}   collectives in a step",
         f"{'':<22}" + "".join(f"{remat:<9}" for remat in REMAT_POLICIES),
     ]  # fmt: skip
-    for name, one in plan["presets"].items():
-        cell = lambda remat, one=one: f"{one['peak_memory_gb'][remat]:.3g}{'' if one['fits'][remat] else ' !'}"
-        peaks = "".join(f"{cell(remat):<9}" for remat in REMAT_POLICIES)
-        counts = ", ".join(f"{count} {kind}" for kind, count in one["collectives"].items()) or "none"
-        mesh = f"{one['mesh']['data']} x {one['mesh']['model']}"
-        lines.append(f"{name:<8}{mesh:<14}{peaks:<28}{sum(one['step_ms'][plan['remat']].values()):>7.4g} ms   {counts}")
+    for name, preset in plan["presets"].items():
+        cells = [f"{preset['peak_memory_gb'][r]:.3g}{'' if preset['fits'][r] else ' !'}" for r in REMAT_POLICIES]
+        peaks = "".join(f"{cell:<9}" for cell in cells)
+        counts = ", ".join(f"{count} {kind}" for kind, count in preset["collectives"].items()) or "none"
+        mesh = f"{preset['mesh']['data']} x {preset['mesh']['model']}"
+        step = sum(preset["step_ms"][plan["remat"]].values())
+        lines.append(f"{name:<8}{mesh:<14}{peaks:<28}{step:>7.4g} ms   {counts}")
     lines += [f"{name:<8}not possible: {why}" for name, why in plan["skipped"].items()]
     if not plan["fits"]:
         return "\n".join([
@@ -116,7 +121,7 @@ def as_text(plan: dict[str, Any], topology: Topology) -> str:
         ])  # fmt: skip
     chosen = plan["presets"][plan["preset"]]
     kinds = ", ".join(f"{kind} {size:.3g}" for kind, size in chosen["memory_gb"][plan["remat"]].items() if size > 0.005)
-    times = ", ".join(f"{what} {ms:.3g}" for what, ms in chosen["step_ms"][plan["remat"]].items() if ms > 0.05)
+    times = ", ".join(f"{part} {ms:.3g}" for part, ms in chosen["step_ms"][plan["remat"]].items() if ms > 0.05)
     lines += [
         "", f"use       {plan['preset']}, remat {plan['remat']}",
         *(f"          {line}" for line in plan["gin"]),

@@ -6,12 +6,12 @@ import re
 from t5x.errors import UserError
 from t5x.telemetry.devices import Chip, chip_of, gpu_names
 
-MOST_DEVICES = 512
-_NETWORK = 50.0  # GB/s per GPU between machines: one 400 Gbit/s port each
+MAX_DEVICES = 512
+_NETWORK_SPEED = 50.0  # GB/s per GPU between machines: one 400 Gbit/s port each
 _GPUS_PER_MACHINE = 8
-_TPU_HOST = 4  # chips
+_CHIPS_PER_HOST = 4
 
-# Generation -> (device kind, what the number in the name counts for each JAX device).
+# Generation -> (device kind, how many units of the number in the name make one JAX device).
 _TPUS = {
     "v2": ("TPU v2", 1), "v3": ("TPU v3", 1), "v4": ("TPU v4", 2), "v5e": ("TPU v5e", 1),
     "v5litepod": ("TPU v5e", 1), "v5p": ("TPU v5p", 2), "v6e": ("TPU v6e", 1),
@@ -47,20 +47,20 @@ class Topology:
         return f"{self.devices} x {self.kind}, {self.chip.memory:g} GB each, on {machines} machine(s)"
 
 
-def parse(name: str) -> Topology:
+def parse_topology(name: str) -> Topology:
     """Return the topology with this name.
 
-    >>> parse("v5p-64").devices, parse("v3-32").devices, parse("h200x16").per_machine
-    (32, 32, 8)
+    >>> [parse_topology(name).devices for name in ("v5p-64", "v3-32", "h200x16")]
+    [32, 32, 16]
     """
-    if found := re.fullmatch(r"(v\d\w*)-(\d+)", name, re.IGNORECASE):
-        topology = _tpu(name, found[1].lower(), int(found[2]))
-    elif found := re.fullmatch(r"(\w.*?)x(\d+)", name, re.IGNORECASE):
-        topology = _gpu(name, found[1], int(found[2]))
+    if match := re.fullmatch(r"(v\d\w*)-(\d+)", name, re.IGNORECASE):
+        topology = _tpu(name, match[1].lower(), int(match[2]))
+    elif match := re.fullmatch(r"(\w.*?)x(\d+)", name, re.IGNORECASE):
+        topology = _gpu(name, match[1], int(match[2]))
     else:
         raise _unknown(name)
-    if not 1 <= topology.devices <= MOST_DEVICES:
-        raise UserError(f"--topology {name} has {topology.devices} devices: it must have 1 to {MOST_DEVICES}.")
+    if not 1 <= topology.devices <= MAX_DEVICES:
+        raise UserError(f"--topology {name} has {topology.devices} devices: it must have 1 to {MAX_DEVICES}.")
     return topology
 
 
@@ -74,9 +74,9 @@ def _tpu(name: str, generation: str, number: int) -> Topology:
         raise UserError(f"--topology {name}: the number counts cores, two per chip of {generation}. Use an even one.")
     devices = number // cores
     if kind in ("TPU v2", "TPU v3"):
-        per_machine = 2 * _TPU_HOST
+        per_machine = 2 * _CHIPS_PER_HOST
     else:  # hosts of v5e and v6e have 8 chips if one is enough, and 4 otherwise
-        per_machine = devices if kind in ("TPU v5e", "TPU v6e") and devices <= 8 else _TPU_HOST
+        per_machine = devices if kind in ("TPU v5e", "TPU v6e") and devices <= 8 else _CHIPS_PER_HOST
     return Topology(name, kind, chip, devices, min(per_machine, devices), chip.link)
 
 
@@ -87,7 +87,7 @@ def _gpu(name: str, model: str, devices: int) -> Topology:
         raise _unknown(name)
     kinds = (f"{maker} {known[words]}" for maker in ("NVIDIA", "NVIDIA GeForce"))
     kind, chip = next((kind, chip) for kind in kinds if (chip := chip_of(kind)))
-    return Topology(name, kind, chip, devices, min(devices, _GPUS_PER_MACHINE), _NETWORK)
+    return Topology(name, kind, chip, devices, min(devices, _GPUS_PER_MACHINE), _NETWORK_SPEED)
 
 
 def _unknown(name: str) -> UserError:

@@ -23,13 +23,13 @@ _PUBLIC: tuple[tuple[str, Template, str], ...] = (
 )
 
 
-def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bool = False) -> tuple[Template, str]:
+def template_of(source: Source, model: Any, *, pairwise: bool = False, has_text: bool = False) -> tuple[Template, str]:
     """Return the template of a checkpoint and the reason for the choice.
 
     Args:
       model: the checkpoint's model; our ranking models have a `template`.
       pairwise: return a template for two documents, as in duoT5.
-      given: the user passes a template text, so only the labels and lengths found here are used.
+      has_text: the user passes a template text, so only labels and length are taken from the checkpoint's template.
     """
     kind = PairTemplate if pairwise else Template
     wrong = UserError(
@@ -40,11 +40,11 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bo
     own = getattr(model, "template", None)
     if source.template is not None:
         own = from_fields(source.template, source.path)
-    found = [(own, "the checkpoint's own")] if isinstance(own, Template) else _by_name(source.path)
-    for template, why in found:
+    candidates = [(own, "the checkpoint's own")] if isinstance(own, Template) else _by_name(source.path)
+    for template, why in candidates:
         if type(template) is kind:
             return template, why
-        if not given:
+        if not has_text:
             raise wrong
     if pairwise:
         return DUOT5, "duoT5's, the default"
@@ -83,14 +83,14 @@ def _by_name(path: str) -> Iterator[tuple[Template, str]]:
 
 
 def _names(path: str) -> Iterator[str]:
-    """Return the names of a Hugging Face directory: in its config.json, on disk, and in the Hugging Face cache."""
+    """Yield the names of a Hugging Face directory: in its config.json, on disk, and in the Hugging Face cache."""
     try:
         with open_regular(os.path.join(path, "config.json")) as file:
-            said = parse_json(file.read(MAX_JSON_BYTES + 1)).get("_name_or_path")
+            stated = parse_json(file.read(MAX_JSON_BYTES + 1)).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
-        said = None
-    if isinstance(said, str):
-        yield said
+        stated = None
+    if isinstance(stated, str):
+        yield stated
     parts = os.path.abspath(path).split(os.sep)
     yield parts[-1]
     for part in parts:

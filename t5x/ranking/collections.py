@@ -22,7 +22,7 @@ TEXTS = ("contents", "passage", "text", "segment", "body", "content")
 QUERIES = ("text", "query", "title")
 _UNTITLED = ("contents", "passage", "content")  # layouts whose text holds the title already
 _SUFFIXES = (".jsonl", ".json", ".tsv", ".txt")
-# The id where a line begins with it, which saves decoding the passages that nobody asks for.
+# The id where a line begins with it, which saves decoding the passages that are not requested.
 _FIRST_ID = re.compile(rb'\s*\{\s*"(_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
 _BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # fields that would be the id instead
 
@@ -47,47 +47,47 @@ class Collection:
 
     def __init__(self, path: str, ids: Iterable[str]):
         self.path = path
-        self._wanted = {identifier.encode() for identifier in ids}
-        self._places: dict[str, tuple[BinaryIO, int]] = {}  # file and offset of a passage's line
+        self._requested_ids = {identifier.encode() for identifier in ids}
+        self._offsets: dict[str, tuple[BinaryIO, int]] = {}  # file and offset of a passage's line
         self.empty: list[str] = []
         digest = hashlib.sha256()
         for name in files_of(path, "corpus"):
             self._index(name, digest)
         self.digest = digest.hexdigest()
-        self.missing = sorted(i.decode() for i in self._wanted if i.decode() not in self._places)
-        del self._wanted
+        self.missing = sorted(i.decode() for i in self._requested_ids if i.decode() not in self._offsets)
+        del self._requested_ids
 
     def text(self, identifier: str) -> str:
         """Return the text of a passage."""
-        file, offset = self._places[identifier]
+        file, offset = self._offsets[identifier]
         file.seek(offset)
         where = f"{self.path}: passage {identifier!r}"
-        found, text = _parse_document(TextLine(where, 0, file.readline(), offset))
-        if found != identifier:
+        current, text = _parse_document(TextLine(where, 0, file.readline(), offset))
+        if current != identifier:
             raise UserError(f"{where} has moved: the file has changed during the run. Run the command again.")
         return text
 
     def _index(self, name: str, digest: Any) -> None:
         size = f", {os.path.getsize(name) / 1e9:.1f} GB" if not is_remote(name) else ""
-        log.info("searching for %d passage(s) in %s%s", len(self._wanted), name, size)
+        log.info("searching for %d passage(s) in %s%s", len(self._requested_ids), name, size)
         in_place = can_seek(name)
         file = open_binary(name) if in_place else tempfile.TemporaryFile()  # noqa: SIM115
         for line in read_lines(name):
             content = line.content
             quick = _quick_id(content)
-            if quick is not None and quick not in self._wanted:
+            if quick is not None and quick not in self._requested_ids:
                 continue
             identifier, text = _parse_document(line)
-            if identifier.encode() not in self._wanted:
+            if identifier.encode() not in self._requested_ids:
                 continue
-            if identifier in self._places:
+            if identifier in self._offsets:
                 raise UserError(f"{line.where}: passage {identifier!r} occurs a second time. Remove one of them.")
             offset = line.offset
             if not in_place:
                 offset = file.tell()
                 with copying(name):
                     file.write(content + b"\n")
-            self._places[identifier] = file, offset
+            self._offsets[identifier] = file, offset
             digest.update(content + b"\n")
             if not text.strip():
                 self.empty.append(identifier)
@@ -151,23 +151,23 @@ def files_of(path: str, beir: str) -> list[str]:
     names = sorted(os.listdir(path))
     if named := [name for name in names if name in (f"{beir}.jsonl", f"{beir}.jsonl.gz")]:
         return [os.path.join(path, named[0])]
-    found = [name for name in names if name.removesuffix(".gz").endswith(_SUFFIXES)]
-    if not found or beir != "corpus":
+    named = [name for name in names if name.removesuffix(".gz").endswith(_SUFFIXES)]
+    if not named or beir != "corpus":
         raise UserError(f"{path} is a directory without {beir}.jsonl; it has {', '.join(names[:8]) or 'no files'}.")
-    return [os.path.join(path, name) for name in found]
+    return [os.path.join(path, name) for name in named]
 
 
 def _quick_id(raw: bytes) -> bytes | None:
     """Return the id of a line if it can be found without decoding the line."""
     if raw.lstrip()[:1] != b"{":
         return raw.partition(b"\t")[0]
-    found = _FIRST_ID.match(raw)
-    if found is None or any(name in raw for name in _BEFORE[found[1]]):
+    match = _FIRST_ID.match(raw)
+    if match is None or any(name in raw for name in _BEFORE[match[1]]):
         return None
-    return found[2] or found[3]
+    return match[2] or match[3]
 
 
 def _needed_id(record: dict[str, Any], names: Sequence[str], where: str) -> str:
-    if (found := find_id(record, names, where)) is None:
+    if (identifier := find_id(record, names, where)) is None:
         raise UserError(f"{where} has no id: one of {', '.join(names)} (fields: {', '.join(list(record)[:8])}).")
-    return found
+    return identifier

@@ -33,35 +33,35 @@ def report(
       per_query_path: file for the values of every query, as JSON lines.
       as_json: return a JSON object with `runs` and `differences` instead.
     """
-    found: dict[str, PerQuery] = {}
+    values: dict[str, PerQuery] = {}
     for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
         if unjudged := sum(query not in qrels for query in run):
             log.warning("%s: %d of %d queries have no judgments and are ignored", name, unjudged, len(run))
-        found[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
+        values[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
     if per_query_path is not None:
-        jsonl.replace(per_query_path, map(jsonl.encode, _by_query(found)))
-    as_table = table(found)  # which checks that the runs can be compared
-    (_, base), *others = found.items()
+        jsonl.replace(per_query_path, map(jsonl.encode, _by_query(values)))
+    as_table = table(values)  # which checks that the runs can be compared
+    (_, base), *others = values.items()
     differences = [
-        {"run": name, "measure": measure, **dataclasses.asdict(compare(base[measure], values))}
+        {"run": name, "measure": measure, **dataclasses.asdict(compare(base[measure], of_queries))}
         for name, of_run in others
-        for measure, values in of_run.items()
-        if len(values) > 1
+        for measure, of_queries in of_run.items()
+        if len(of_queries) > 1
     ]
     if as_json:
-        means = {name: {m: sum(v.values()) / len(v) for m, v in of_run.items()} for name, of_run in found.items()}
+        means = {name: {m: sum(v.values()) / len(v) for m, v in of_run.items()} for name, of_run in values.items()}
         return jsonl.encode({"runs": means, "differences": differences}).decode().rstrip()
     lines = [
-        f"{one['run']}, {one['measure']}: {one['difference']:+.4f}, p = {one['t_test']:.2g} (t-test), "
-        f"{one['randomization']:.2g} (randomization)"
-        for one in differences
+        f"{row['run']}, {row['measure']}: {row['difference']:+.4f}, p = {row['t_test']:.2g} (t-test), "
+        f"{row['randomization']:.2g} (randomization)"
+        for row in differences
     ]
     return "\n".join([as_table, *lines])
 
 
-def _by_query(found: Mapping[str, PerQuery]) -> list[dict]:
+def _by_query(values: Mapping[str, PerQuery]) -> list[dict]:
     return [
-        {"run": name, "query_id": query, **{measure: values[query] for measure, values in of_run.items()}}
-        for name, of_run in found.items()
+        {"run": name, "query_id": query, **{measure: of_queries[query] for measure, of_queries in of_run.items()}}
+        for name, of_run in values.items()
         for query in next(iter(of_run.values()))
     ]

@@ -11,8 +11,8 @@ from t5x.ranking.templates import Template
 LONG_QUERY = ("error", "truncate")
 
 
-class Encoded(NamedTuple):
-    """One encoded input.
+class EncodedInput(NamedTuple):
+    """The token ids of an input.
 
     Attributes:
       ids: token ids with EOS, up to the template's `max_length`.
@@ -25,10 +25,10 @@ class Encoded(NamedTuple):
     query_is_cut: bool
 
 
-class Inputs:
+class InputEncoder:
     """Encodes queries and documents with a template.
 
-        Inputs(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
+        InputEncoder(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
 
     An input that fits is tokenised as a whole, as Hugging Face's tokenizers do. Otherwise the text around the documents
     is kept, and the documents share the remaining room; a short document leaves its unused share to the other.
@@ -48,40 +48,40 @@ class Inputs:
         self.separator = _separator(vocabulary)
         self._around = functools.lru_cache(maxsize=256)(self._around_documents)
 
-    def encode(self, query: str, *documents: str) -> Encoded:
+    def encode(self, query: str, *documents: str) -> EncodedInput:
         """Return the ids of a query with the template's number of documents."""
         around = self._around(query)
         encode, limit = self._vocabulary.encode, self.template.max_length
         ids = encode(self.template.fill(around.query, *documents))
         if len(ids) + len(self._end) <= limit:
-            return Encoded([*ids, *self._end], False, around.query != query)
-        found = [encode(document.strip()) for document in documents]
+            return EncodedInput([*ids, *self._end], False, around.query != query)
+        encoded = [encode(document.strip()) for document in documents]
         room = limit - len(self._end) - sum(map(len, around.ids))
-        shares = _shares(room, [len(of_document) for of_document in found])
-        made = list(around.ids[0])
-        for of_document, share, behind in zip(found, shares, around.ids[1:], strict=True):
-            made += [*of_document[:share], *behind]
-        is_cut = any(len(of_document) > share for of_document, share in zip(found, shares, strict=True))
-        return Encoded([*made, *self._end], is_cut, around.query != query)
+        shares = _shares(room, [len(document) for document in encoded])
+        joined = list(around.ids[0])
+        for document, share, suffix in zip(encoded, shares, around.ids[1:], strict=True):
+            joined += [*document[:share], *suffix]
+        is_cut = any(len(document) > share for document, share in zip(encoded, shares, strict=True))
+        return EncodedInput([*joined, *self._end], is_cut, around.query != query)
 
     def check(self, query: str) -> None:
         """Raise a UserError if a query is empty or too long."""
         self._around(query)
 
-    def _around_documents(self, query: str) -> "_Around":
+    def _around_documents(self, query: str) -> "_QueryPieces":
         if not query.strip():
             raise UserError("The query is empty.")
-        found = self._pieces(query)
-        if self._fits(found, self.template.max_length):
-            return _Around(query, found)
-        taken = sum(map(len, found)) + len(self._end)
+        pieces = self._pieces(query)
+        if self._fits(pieces, self.template.max_length):
+            return _QueryPieces(query, pieces)
+        length = sum(map(len, pieces)) + len(self._end)
         if self._long_query == "error":
             raise UserError(
-                f"The query {shorten(query, 60)} leaves no room for a passage: with the template it takes {taken} of "
+                f"The query {shorten(query, 60)} leaves no room for a passage: with the template it takes {length} of "
                 f"{self.template.max_length} tokens. Shorten it, raise --max_length, or pass --long_query truncate."
             )
         half = self.template.max_length // 2
-        low, high = 0, len(query)  # of what fits, and of what does not
+        low, high = 0, len(query)  # the longest known to fit, and the shortest known not to
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(self._pieces(query[:middle]), half) else (low, middle)
@@ -90,25 +90,24 @@ class Inputs:
             raise UserError(
                 f"--max_length {self.template.max_length} is too short for the template {self.template.text!r}."
             )
-        return _Around(cut, self._pieces(cut))
+        return _QueryPieces(cut, self._pieces(cut))
 
     def _pieces(self, query: str) -> list[list[int]]:
         """Return the ids before, between and after the documents, separators included."""
         texts = self.template.between(query)
-        made = []
+        pieces = []
         for i, text in enumerate(texts):
             ids = self._vocabulary.encode(text.strip())
-            spaced = text != text.lstrip(), text != text.rstrip()
-            before = self.separator if i > 0 and spaced[0] else []
-            behind = self.separator if i < len(texts) - 1 and spaced[1] and ids else []
-            made.append([*before, *ids, *behind])
-        return made
+            before = self.separator if i > 0 and text != text.lstrip() else []
+            after = self.separator if i < len(texts) - 1 and text != text.rstrip() and ids else []
+            pieces.append([*before, *ids, *after])
+        return pieces
 
     def _fits(self, pieces: Sequence[Sequence[int]], limit: int) -> bool:
         return sum(map(len, pieces)) + len(self._end) + len(self.template.DOCUMENTS) <= limit
 
 
-class _Around(NamedTuple):
+class _QueryPieces(NamedTuple):
     """A query, truncated if needed, and the ids around its documents."""
 
     query: str
@@ -129,8 +128,8 @@ def _shares(room: int, sizes: Sequence[int]) -> list[int]:
     >>> _shares(10, [2, 30]), _shares(10, [30, 30]), _shares(10, [3, 4])
     ([2, 8], [5, 5], [3, 4])
     """
-    found = [0] * len(sizes)
-    for place, i in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
-        found[i] = min(sizes[i], room // (len(sizes) - place))
-        room -= found[i]
-    return found
+    shares = [0] * len(sizes)
+    for rank, i in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
+        shares[i] = min(sizes[i], room // (len(sizes) - rank))
+        room -= shares[i]
+    return shares

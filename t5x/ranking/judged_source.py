@@ -80,8 +80,12 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
-        stage = lambda: local_copies.stage(self._files(split), copy_progress)
-        return lambda: described | {"files": file_digests.describe_files(stage())}
+
+        def describe() -> dict[str, Any]:
+            files = local_copies.stage(self._files(split), copy_progress)
+            return described | {"files": file_digests.describe_files(files)}
+
+        return describe
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]
@@ -98,43 +102,44 @@ class JudgedDataSource(OpenedSplits, DataSource):
         return self._judged[TRAIN if self._divides and split == VALIDATION else split]
 
     def _open(self, split: str) -> list[dict[str, Any]]:
-        found = read_judgments(self._paths(split), **self._reading)
+        queries = read_judgments(self._paths(split), **self._reading)
         if self._divides and split in (TRAIN, VALIDATION):
-            held_out = self._held_out_of(found)
-            found = {name: query for name, query in found.items() if (name in held_out) == (split == VALIDATION)}
-        usable = {name: query for name, query in found.items() if self._has_relevant(query)}
+            held_out = self._held_out_of(queries)
+            queries = {name: query for name, query in queries.items() if (name in held_out) == (split == VALIDATION)}
+        usable = {name: query for name, query in queries.items() if self._has_relevant(query)}
         if not usable:
             raise UserError(
-                f"Split {split!r}: none of its {len(found)} queries has a passage of grade {self._level} or more. "
+                f"Split {split!r}: none of its {len(queries)} queries has a passage of grade {self._level} or more. "
                 "Lower relevance_level, or fix the labels."
             )
-        _log_skipped(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
+        _log_skipped(split, queries.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
         if split not in self._drawn:
             return [_pair(query, passage) for query in usable.values() for passage in query.passages.values()]
-        examples, bare, alone = [], set(), 0
+        examples, skipped, num_skipped = [], set(), 0
         for name, query in usable.items():
-            made = self._relevant_with_others(query)
-            examples += made
-            if made:
-                alone += sum(self._is_relevant(passage) for passage in query.passages.values()) - len(made)
+            of_query = self._relevant_with_others(query)
+            examples += of_query
+            if of_query:
+                num_skipped += sum(map(self._is_relevant, query.passages.values())) - len(of_query)
             else:
-                bare.add(name)
+                skipped.add(name)
         if not examples:
             than = f"grade {self._level}" if self._irrelevant_only else "another"
             raise UserError(
                 f"Split {split!r}: no query has a passage that is less relevant than {than}, so there is nothing to "
                 "learn. Add irrelevant passages, or a file of candidates."
             )
-        _log_skipped(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
-        if alone:
+        _log_skipped(split, skipped, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
+        if num_skipped:
             logger.warning(
-                "split %r: skipping %d relevant passages whose query has no less relevant ones", split, alone
+                "split %r: skipping %d relevant passages whose query has no less relevant ones", split, num_skipped
             )
         return examples
 
-    def _held_out_of(self, found: Mapping[str, Query]) -> set[str]:
+    def _held_out_of(self, queries: Mapping[str, Query]) -> set[str]:
+        """Return the ids of the queries to hold out."""
         if isinstance(self._held_out, int | float):
-            names = sorted((name for name in found if self._has_relevant(found[name])), key=derive_seed)
+            names = sorted((name for name in queries if self._has_relevant(queries[name])), key=derive_seed)
             count = max(1, round(self._held_out * len(names)))
             if count >= len(names):
                 raise UserError(
@@ -143,10 +148,10 @@ class JudgedDataSource(OpenedSplits, DataSource):
                 )
             return set(names[:count])
         held_out = {str(name) for name in self._held_out}
-        if unknown := sorted(held_out - found.keys()):
+        if unknown := sorted(held_out - queries.keys()):
             raise UserError(
                 f"held_out has {len(unknown)} query ids that are not in the data ({', '.join(unknown[:3])}); its ids "
-                f"are {', '.join(list(found)[:3])}, …."
+                f"are {', '.join(list(queries)[:3])}, …."
             )
         return held_out
 
@@ -158,13 +163,13 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def _relevant_with_others(self, query: Query) -> list[dict[str, Any]]:
         passages = query.passages.values()
-        made = []
+        examples = []
         for passage in passages:
             limit = self._level if self._irrelevant_only else passage.gain
             others = tuple(other for other in passages if other.gain < limit)
             if self._is_relevant(passage) and others:
-                made.append(_pair(query, passage) | {"others": others})
-        return made
+                examples.append(_pair(query, passage) | {"others": others})
+        return examples
 
 
 def _pair(query: Query, passage: Passage) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from t5x.data.file_tasks import source_of
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
 from t5x.files import user_files
-from t5x.ranking.rerank_inputs import ListWork, RunWork, Work
+from t5x.ranking.record_lines import find_id, find_text
+from t5x.ranking.rerank_inputs import PAIR_DOCUMENT_IDS, PAIR_QUERY_IDS, ListWork, RunWork, Work
 from t5x.ranking.trec_files import read_qrels
 
 logger = logging.getLogger(__name__)
@@ -19,15 +20,15 @@ logger = logging.getLogger(__name__)
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Record = tuple[str, Mapping[str, Any]]
 
-# What a field may be called where the user does not say.
+# Names that a field may have unless the user passes one.
 FIELDS = {
-    "query_id": ("query_id", "qid"),
+    "query_id": PAIR_QUERY_IDS,
     "query": ("query", "question"),
-    "doc_id": ("doc_id", "docid", "pid"),
+    "doc_id": PAIR_DOCUMENT_IDS,
     "passage": ("passage", "text", "document", "content"),
     "label": ("label", "grade", "relevance"),
 }
-_OPTIONAL = ("query_id", "doc_id")  # the text itself stands for them
+_OPTIONAL = ("query_id", "doc_id")  # the text itself is used instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +94,10 @@ def _parse(
 ) -> tuple[str, str, Passage]:
     """Return (query id, query, passage) of a record."""
     names = field_names(where, record, fields, [name for name in FIELDS if labelled or name != "label"])
-    query, text = (_text(where, record, names[name]) for name in ("query", "passage"))
-    query_id = _id(where, record, names["query_id"]) if "query_id" in names else query
-    doc_id = _id(where, record, names["doc_id"]) if "doc_id" in names else text
+    query, text = (find_text(record, [names[name]], where, allow_blank=False) for name in ("query", "passage"))
+    query_id, doc_id = (find_id(record, [names[name]] if name in names else [], where) for name in _OPTIONAL)
     grade = grade_of(where, names["label"], record[names["label"]]) if labelled else None
-    return query_id, query, Passage(doc_id, text, grade)
+    return query_id or query, query, Passage(doc_id or text, text, grade)
 
 
 def _add(queries: dict[str, Query], where: str, query_id: str, text: str, passage: Passage) -> bool:
@@ -117,21 +117,22 @@ def _add(queries: dict[str, Query], where: str, query_id: str, text: str, passag
 
 
 def field_names(
-    where: str, record: Mapping[str, Any], given: Mapping[str, str], wanted: Sequence[str]
+    where: str, record: Mapping[str, Any], fields: Mapping[str, str], requested: Sequence[str]
 ) -> dict[str, str]:
-    """Return {one of `wanted`: the record's field}. Missing ids are omitted.
+    """Return {one of `requested`: the record's field}. Missing ids are omitted.
 
     >>> field_names("a.jsonl:1", {"qid": "7", "query": "who?", "text": "He."}, {}, ["query_id", "query", "passage"])
     {'query_id': 'qid', 'query': 'query', 'passage': 'text'}
     """
-    if unknown := [name for name in given if name not in wanted]:
-        raise UserError(f"fields contains {', '.join(map(repr, unknown))}; it can have {', '.join(map(repr, wanted))}.")
+    if unknown := [name for name in fields if name not in requested]:
+        possible = ", ".join(map(repr, requested))
+        raise UserError(f"fields contains {', '.join(map(repr, unknown))}; it can have {possible}.")
     names = {}
-    for name in wanted:
-        usual = (given[name],) if name in given else FIELDS.get(name, (name,))
-        if (found := next((one for one in usual if one in record), None)) is not None:
-            names[name] = found
-        elif name in given or name not in _OPTIONAL:
+    for name in requested:
+        usual = (fields[name],) if name in fields else FIELDS.get(name, (name,))
+        if (field := next((field for field in usual if field in record), None)) is not None:
+            names[name] = field
+        elif name in fields or name not in _OPTIONAL:
             raise UserError(
                 f"{where} has no field {' or '.join(map(repr, usual))} for the {name} (fields: "
                 f"{', '.join(map(str, record))}). Set fields = {{{name!r}: …}}."
@@ -154,16 +155,16 @@ def grade_of(where: str, field: str, value: Any) -> int:
 
 
 def _add_candidates(queries: dict[str, Query], candidates: Any) -> None:
-    others, added = set(), 0
+    other_queries, added = set(), 0
     for where, record in _records(candidates, columns=None):
         query_id, _, passage = _parse(where, record, {}, labelled=False)
         if query_id in queries:
             added += not _add(queries, where, query_id, queries[query_id].text, passage)
         else:
-            others.add(query_id)
+            other_queries.add(query_id)
     if not added:
-        if others:
-            content = f"queries {', '.join(sorted(others)[:3])}, …. Check that both use the same ids."
+        if other_queries:
+            content = f"queries {', '.join(sorted(other_queries)[:3])}, …. Check that both use the same ids."
         else:
             content = "only passages that are there already. Remove `candidates`, or pass a file with more passages."
         raise UserError(
@@ -171,12 +172,12 @@ def _add_candidates(queries: dict[str, Query], candidates: Any) -> None:
         )
 
 
-def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) -> None:
+def _judge(queries: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) -> None:
     """Set the grades from TREC judgments."""
     grades = read_qrels(qrels)
     missing = []
     for query_id, of_query in grades.items():
-        passages = found[query_id].passages if query_id in found else {}
+        passages = queries[query_id].passages if query_id in queries else {}
         for doc_id, grade in of_query.items():
             if doc_id in passages:
                 passages[doc_id] = dataclasses.replace(passages[doc_id], grade=grade)
@@ -186,7 +187,7 @@ def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) 
     if len(missing) == total:
         raise UserError(
             f"None of the {total} judged pairs of {os.fspath(qrels)} ({', '.join(missing[:3])}, …) is in {judged}, "
-            f"whose queries are {', '.join(list(found)[:3])}, …. Check that both use the same ids."
+            f"whose queries are {', '.join(list(queries)[:3])}, …. Check that both use the same ids."
         )
     if missing:
         logger.warning(
@@ -195,12 +196,12 @@ def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) 
         )  # fmt: skip
 
 
-def _records(given: Paths | Mapping[str, str], columns: Sequence[str] | None) -> Iterator[Record]:
+def _records(source: Paths | Mapping[str, str], columns: Sequence[str] | None) -> Iterator[Record]:
     """Yield the position and the fields of each pair."""
-    if isinstance(given, Mapping):
-        yield from _ranked(_run_work(given), str(given.get("run")))
+    if isinstance(source, Mapping):
+        yield from _ranked(_run_work(source), str(source.get("run")))
         return
-    for pattern in as_list(given):
+    for pattern in as_list(source):
         for path in user_files.expand(pattern):
             is_list = path.lower().removesuffix(".gz").endswith(".json")
             yield from _ranked(ListWork(path, top=None), path) if is_list else _lines(path, columns)
@@ -213,31 +214,16 @@ def _ranked(work: Work, name: str) -> Iterator[Record]:
             yield f"{name}, query {unit.query_id!r}, document {doc_id!r}", record
 
 
-def _run_work(given: Mapping[str, str]) -> RunWork:
-    if not {"run", "collection"} <= given.keys() <= {"run", "collection", "topics"}:
-        raise UserError(f"A run is given as {{'run': …, 'collection': …, 'topics': …}}, not as {dict(given)}.")
-    return RunWork(given["run"], given["collection"], given.get("topics"), top=None, skip_unknown=False)
+def _run_work(paths: Mapping[str, str]) -> RunWork:
+    if not {"run", "collection"} <= paths.keys() <= {"run", "collection", "topics"}:
+        raise UserError(f"A run is given as {{'run': …, 'collection': …, 'topics': …}}, not as {dict(paths)}.")
+    return RunWork(paths["run"], paths["collection"], paths.get("topics"), top=None, skip_unknown=False)
 
 
 def _lines(path: str, columns: Sequence[str] | None) -> Iterator[Record]:
     source = source_of({"all": path}) if columns is None else TsvDataSource({"all": path}, columns)
     for index in range(source.num_examples("all")):
         yield source.location("all", index), source.example("all", index)
-
-
-def _text(where: str, record: Mapping[str, Any], field: str) -> str:
-    value = record[field]
-    if not isinstance(value, str) or not value.strip():
-        what = "empty" if isinstance(value, str) or value is None else f"{str(value)[:60]!r}"
-        raise UserError(f"{where}: the field {field!r} is {what}; it must be a string.")
-    return value
-
-
-def _id(where: str, record: Mapping[str, Any], field: str) -> str:
-    value = record[field]
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise UserError(f"{where}: the id {field!r} is {str(value)[:60]!r}; it must be a string or an integer.")
-    return str(value)
 
 
 def as_list(paths: Any) -> list[Any]:

@@ -12,8 +12,9 @@ from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import derive_seed
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.ranking.input_encoding import Inputs
+from t5x.ranking.input_encoding import InputEncoder
 from t5x.ranking.judgments import Passage, field_names
+from t5x.ranking.record_lines import find_text
 from t5x.ranking.templates import Template, label_id
 
 Example = dict[str, Any]
@@ -27,8 +28,8 @@ def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int
     """
     others = example.pop("others", ())
     drawn = _draw([other for other in others if other.gain < relevance_level], negatives, seed)
-    made = [{"doc_id": other.doc_id, "passage": other.text, "grade": other.gain} for other in drawn]
-    return _draw([example, *(example | other for other in made)], 1 + len(made), derive_seed(seed, "order"))
+    pairs = [example, *(example | {"doc_id": p.doc_id, "passage": p.text, "grade": p.gain} for p in drawn)]
+    return _draw(pairs, len(pairs), derive_seed(seed, "order"))
 
 
 def draw_list(example: Example, seed: int, relevance_level: int, sequence_length: Lengths) -> Example:
@@ -76,9 +77,9 @@ def encode_pair(
     targets = [label_id(vocabulary, word)]
     if vocabulary.eos_id is not None and (sequence_length or {}).get("targets", 2) > 1:
         targets.append(vocabulary.eos_id)
-    made = {name: example[name] for name in ("query_id", "doc_id", "grade") if name in example}
+    identity = {name: example[name] for name in ("query_id", "doc_id", "grade") if name in example}
     inputs = _inputs(output_features["inputs"].vocabulary, template, _limit(template, sequence_length))
-    return made | {
+    return identity | {
         "inputs_pretokenized": template.fill(example["query"], example["passage"]),
         "inputs": np.array(inputs.encode(example["query"], example["passage"]).ids, np.int32),
         "targets_pretokenized": word,
@@ -99,13 +100,13 @@ def encode_list(
             f"a list has {len(example['passages'])} passages, more than task_feature_lengths['targets'], {size}."
         )
     vocabulary, words = (output_features[name].vocabulary for name in ("inputs", "targets"))
-    made = _inputs(vocabulary, template, _limit(template, sequence_length))
+    encoder = _inputs(vocabulary, template, _limit(template, sequence_length))
     targets, grades = np.zeros((2, size), np.int32)
     inputs = np.zeros((size, (sequence_length or {}).get("inputs", template.max_length)), np.int32)
-    # Nobody looks at what fills up, yet attention must have something to see.
+    # The loss ignores padding rows, but attention needs at least one token in each.
     inputs[:, 0] = 1 if vocabulary.eos_id is None else vocabulary.eos_id
     for row, (passage, grade) in enumerate(zip(example["passages"], example["grades"], strict=True)):
-        ids = made.encode(example["query"], passage).ids
+        ids = encoder.encode(example["query"], passage).ids
         inputs[row, : len(ids)] = ids
         targets[row], grades[row] = label_id(words, _word(template, grade > 0)), grade
     return {
@@ -118,18 +119,18 @@ def encode_list(
 
 def _pairs_of_triple(example: Example, fields: Mapping[str, str]) -> tuple[Example, Example]:
     names = field_names("it", example, fields, ("query", "positive", "negative"))
-    query, positive, negative = (_text(example, field) for field in names.values())
+    query, positive, negative = (find_text(example, [field], "it", allow_blank=False) for field in names.values())
     return {"query": query, "passage": positive, "grade": 1}, {"query": query, "passage": negative, "grade": 0}
 
 
 @functools.lru_cache(maxsize=16)
-def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> Inputs:
-    return Inputs(vocabulary, dataclasses.replace(template, max_length=limit))
+def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> InputEncoder:
+    return InputEncoder(vocabulary, dataclasses.replace(template, max_length=limit))
 
 
 def _draw(items: Sequence[Any], count: int, seed: int) -> list[Any]:
     """Sample `count` items, or all, without replacement, in an order determined by the seed."""
-    return [items[shuffled(at, len(items), seed)] for at in range(min(count, len(items)))]
+    return [items[shuffled(index, len(items), seed)] for index in range(min(count, len(items)))]
 
 
 def _word(template: Template, is_relevant: bool) -> str:
@@ -150,9 +151,3 @@ def _list_size(lengths: Mapping[str, int]) -> int:
     if lengths["targets"] < 2:
         raise UserError("TASK_FEATURE_LENGTHS['targets'] is 1: a list needs at least two passages.")
     return lengths["targets"]
-
-
-def _text(example: Example, field: str) -> str:
-    if not isinstance(example[field], str) or not example[field].strip():
-        raise UserError(f"the field {field!r} is {str(example[field])[:60]!r}; it must be a non-empty string.")
-    return example[field]

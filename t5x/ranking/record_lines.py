@@ -5,7 +5,7 @@ Files are read as streams: a collection of passages may be too large for a decom
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t5x.errors import UserError
@@ -28,7 +28,7 @@ def fields_of(line: TextLine) -> dict[str, Any] | list[str]:
     return text_lines.parsed(text, line.where) if text.lstrip().startswith("{") else text.split("\t")
 
 
-def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
+def find_id(record: Mapping[str, Any], names: Sequence[str], where: str) -> str | None:
     """Return the first of these fields that is present, as an id: a string or an integer."""
     for name in names:
         if (value := record.get(name)) is not None:
@@ -39,12 +39,14 @@ def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | N
     return None
 
 
-def find_text(record: dict[str, Any], names: Sequence[str], where: str) -> str:
+def find_text(record: Mapping[str, Any], names: Sequence[str], where: str, *, allow_blank: bool = True) -> str:
     """Return the first of these fields that is present, which must be a string."""
     for name in names:
         if (value := record.get(name)) is not None:
             if not isinstance(value, str):
                 raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}; it must be a string.')
+            if not allow_blank and not value.strip():
+                raise UserError(f'{where}: "{name}" is empty.')
             text_lines.check_unicode(value, f'{where}: "{name}"')
             return value
     raise UserError(f"{where} has no {' or '.join(names[:2])} (fields: {', '.join(list(record)[:8]) or 'none'}).")

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from t5x.data.file_tasks import ending_of, source_of
+from t5x.data.file_tasks import ENDINGS, ending_of, source_of
 from t5x.data.sources import DataSource
 from t5x.errors import UserError, located
 from t5x.files.text_lines import decoded, parsed
@@ -27,29 +27,29 @@ from t5x.ranking.trec_files import check_id, read_run
 
 log = logging.getLogger(__name__)
 
-_QUERY_IDS, _DOCUMENT_IDS = ("query_id", "qid"), ("doc_id", "docid", "pid")
+PAIR_QUERY_IDS, PAIR_DOCUMENT_IDS = ("query_id", "qid"), ("doc_id", "docid", "pid")
 _SHOWN_IDS = 5
 _SPLIT = "pairs"
 # A .tsv file is a table with a header if its first line has only such names.
 _COLUMNS = {
-    "query", *TEXTS, *_QUERY_IDS, *_DOCUMENT_IDS,
+    "query", *TEXTS, *PAIR_QUERY_IDS, *PAIR_DOCUMENT_IDS,
     "question", "passage", "document", "doc", "id", "title", "label", "relevance", "score", "rank",
 }  # fmt: skip
 
 
-class Unit(NamedTuple):
+class RankingUnit(NamedTuple):
     """Passages of a query.
 
     Attributes:
       doc_ids, texts: the passages to score.
-      rest: ids of further passages, which keep their order after these.
+      unscored: ids of further passages, which keep their order after these.
     """
 
     query_id: str
     query: str
     doc_ids: list[str]
     texts: list[str]
-    rest: list[str]
+    unscored: list[str]
 
 
 class _RankedWork:
@@ -81,13 +81,13 @@ class _RankedWork:
         self._top = top
         self._text = text
 
-    def units(self, start: int, stop: int) -> Iterator[Unit]:
+    def units(self, start: int, stop: int) -> Iterator[RankingUnit]:
         for query in list(self.before)[start:stop]:
             scores = self.before[query]
-            rest = ranked(scores)[self._top or len(scores) :]
-            behind = {*rest}
-            first = [doc for doc in scores if doc not in behind]
-            yield Unit(query, self.queries[query], first, [self._text(query, doc) for doc in first], rest)
+            unscored = ranked(scores)[self._top or len(scores) :]
+            excluded = {*unscored}
+            first = [doc for doc in scores if doc not in excluded]
+            yield RankingUnit(query, self.queries[query], first, [self._text(query, doc) for doc in first], unscored)
 
 
 class RunWork(_RankedWork):
@@ -112,14 +112,14 @@ class RunWork(_RankedWork):
         _check_unknown(passages.missing, f"document id(s) of {run} are not in {collection}", skip_unknown)
         missing = set(passages.missing)
         before = {
-            query: left
+            query: known
             for query, of_query in before.items()
-            if (left := {doc: score for doc, score in of_query.items() if doc not in missing})
+            if (known := {doc: score for doc, score in of_query.items() if doc not in missing})
         }
         if not before:
-            raise UserError(f"{run} has no passage left to rerank.")
-        given = [[query, queries[query], of_query] for query, of_query in before.items()]
-        digest = _digest([passages.digest, top, *given])
+            raise UserError(f"{run} has no passage to rerank.")
+        ranking = [[query, queries[query], of_query] for query, of_query in before.items()]
+        digest = _digest([passages.digest, top, *ranking])
         super().__init__(
             before, {query: queries[query] for query in before}, top, lambda query, doc: passages.text(doc), digest
         )
@@ -152,7 +152,7 @@ class ListWork(_RankedWork):
                 log.warning("skipping %s: it has no candidates", where)
                 continue
             query = entry["query"] if isinstance(entry.get("query"), dict) else {"query": entry.get("query")}
-            hits = [(f"{where}, candidate {place}", hit) for place, hit in enumerate(hits, start=1)]
+            hits = [(f"{where}, candidate {rank}", hit) for rank, hit in enumerate(hits, start=1)]
             query_id = _find_query_id([(where, query), (where, entry), *hits]) or str(number)
             if query_id in queries:
                 raise UserError(f"{where}: query {query_id!r} occurs a second time. Remove one of them.")
@@ -219,13 +219,13 @@ class PairWork:
         self.num_queries = len(self.query_ids) if self._has_ids[0] else self._numbered
         self.digest = digest.hexdigest()
 
-    def units(self, start: int, stop: int) -> Iterator[Unit]:
+    def units(self, start: int, stop: int) -> Iterator[RankingUnit]:
         return itertools.islice(self._units(self._pairs()), start, stop)
 
-    def _units(self, pairs: Iterator[_Pair]) -> Iterator[Unit]:
+    def _units(self, pairs: Iterator[_Pair]) -> Iterator[RankingUnit]:
         if not self._by_query:
             for _, query_id, query, doc_id, text in pairs:
-                yield Unit(query_id, query, [doc_id], [text], [])
+                yield RankingUnit(query_id, query, [doc_id], [text], [])
             return
         seen: set[str] = set()
         for query_id, of_query in itertools.groupby(pairs, key=lambda pair: pair.query_id):
@@ -245,7 +245,7 @@ class PairWork:
                     )
                 passages[doc_id] = pair.text
             seen.add(query_id)
-            yield Unit(query_id, pair.query, [*passages], [*passages.values()], [])
+            yield RankingUnit(query_id, pair.query, [*passages], [*passages.values()], [])
 
     def _check_pairs(self, check: Callable[[str, str], None]) -> Iterator[_Pair]:
         """Yield the pairs. Check that an id belongs to one query, and count duplicates among adjacent pairs."""
@@ -292,7 +292,7 @@ class PairWork:
         for where, number, content in self._records():
             if isinstance(content, dict):
                 query, text = find_text(content, ("query",), where), find_text(content, TEXTS, where)
-                ids = find_id(content, _QUERY_IDS, where), find_id(content, _DOCUMENT_IDS, where)
+                ids = find_id(content, PAIR_QUERY_IDS, where), find_id(content, PAIR_DOCUMENT_IDS, where)
             else:
                 if len(content) not in (2, 4) or columns not in (None, len(content)):
                     raise UserError(
@@ -302,12 +302,12 @@ class PairWork:
                 columns = len(content)
                 ids = (content[0], content[1]) if columns == 4 else (None, None)
                 query, text = content[-2:]
-            for name, value, is_given in zip(("query_id", "doc_id"), ids, has_ids or (None, None), strict=True):
+            for name, value, is_needed in zip(("query_id", "doc_id"), ids, has_ids or (None, None), strict=True):
                 if value == "":
                     raise UserError(f"{where}: the {name} is empty.")
-                if is_given not in (None, value is not None):
+                if is_needed not in (None, value is not None):
                     raise UserError(
-                        f"{where} has {'no' if is_given else 'a'} {name}, unlike the lines before it. Give it in all "
+                        f"{where} has {'no' if is_needed else 'a'} {name}, unlike the lines before it. Give it in all "
                         "lines or in none; without it, they are numbered."
                     )
             has_ids = self._has_ids = ids[0] is not None, ids[1] is not None
@@ -322,13 +322,13 @@ Work = RunWork | ListWork | PairWork  # all units of an input
 def _open_table(path: str) -> DataSource | None:
     """Return the rows of a .csv or .parquet file, or of a .tsv file with a header; None for other files."""
     ending = ending_of(path)
+    if ending not in ENDINGS - {".jsonl"}:
+        return None
     if ending == ".tsv":
         first = next(read_lines(path), None)
         cells = [] if first is None else first.text().split("\t")
         if not {cell.lower() for cell in cells} <= _COLUMNS or not cells:
             return None
-    if ending not in (".tsv", ".csv", ".parquet"):
-        return None
     source = source_of({_SPLIT: path})
     fields = source.example(_SPLIT, 0)
     if "query" not in fields or not any(name in fields for name in TEXTS):
@@ -343,9 +343,11 @@ def _find_query_id(records: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
     """Return the id of a query, which must be the same in all (position, object) that contain one."""
     query_id = None
     for where, record in records:
-        found = find_id(record, _QUERY_IDS, where)
-        if found is not None and found != (query_id := query_id or _check_id(found, where)):
-            raise UserError(f"{where}: the query id is {found!r} here, {query_id!r} before. An entry is for one query.")
+        identifier = find_id(record, PAIR_QUERY_IDS, where)
+        if identifier is not None and identifier != (query_id := query_id or _check_id(identifier, where)):
+            raise UserError(
+                f"{where}: the query id is {identifier!r} here, {query_id!r} before. An entry is for one query."
+            )
     return query_id
 
 
@@ -353,7 +355,7 @@ def _read_hits(query_id: str, hits: Sequence[tuple[str, dict[str, Any]]]) -> tup
     """Return {document id: score} and {document id: text} of a query's (position, candidate)."""
     scores, texts = {}, {}
     for rank, (where, hit) in enumerate(hits, start=1):
-        doc_id = _check_id(find_id(hit, _DOCUMENT_IDS, where) or str(rank), where)
+        doc_id = _check_id(find_id(hit, PAIR_DOCUMENT_IDS, where) or str(rank), where)
         if doc_id in texts:
             raise UserError(f"{where}: document {doc_id!r} occurs a second time for query {query_id!r}.")
         doc = hit.get("doc", hit)

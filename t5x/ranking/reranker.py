@@ -12,13 +12,13 @@ from t5x.errors import UserError, shorten
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
 from t5x.inference.options import check_arguments
 from t5x.ranking.checkpoint_templates import template_of, with_changes
-from t5x.ranking.input_encoding import Inputs
+from t5x.ranking.input_encoding import InputEncoder
 from t5x.ranking.templates import PairTemplate, Template, label_ids
 
 log = logging.getLogger(__name__)
 
 
-class Ranked(NamedTuple):
+class RankedPassage(NamedTuple):
     """A scored passage.
 
     Attributes:
@@ -36,7 +36,7 @@ class Ranked(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class PassageWindows:
     """MaxP: a passage is scored by its best window. Windows overlap and consist of words separated by white space.
 
     Attributes:
@@ -56,7 +56,7 @@ class Windows:
 
     def of(self, text: str) -> list[str]:
         """
-        >>> Windows(3, 2).of("a b c d e f"), Windows(3, 2).of("a  b")
+        >>> PassageWindows(3, 2).of("a b c d e f"), PassageWindows(3, 2).of("a  b")
         (['a b c', 'c d e', 'e f'], ['a  b'])
         """
         words = text.split()
@@ -66,8 +66,8 @@ class Windows:
         return [" ".join(words[start : start + self.size]) for start in starts]
 
 
-class Encoded(NamedTuple):
-    """Pairs, encoded.
+class EncodedPairs(NamedTuple):
+    """The inputs of pairs.
 
     Attributes:
       inputs: int32 ids of all windows of all pairs.
@@ -92,7 +92,7 @@ class Reranker:
       template: a `Template`, the name of a preset, or a template text; None uses the checkpoint's.
       labels: two words, "true,false", instead of the template's.
       max_length: tokens per input, instead of the template's.
-      long_query: see `Inputs`.
+      long_query: see `InputEncoder`.
       windows: score long passages by their best window.
       pairwise: score two documents at a time, as duoT5 does.
 
@@ -110,16 +110,15 @@ class Reranker:
         max_length: int | None = None,
         batch_size: int = BATCH_SIZE,
         long_query: str = "error",
-        windows: Windows | None = None,
+        windows: PassageWindows | None = None,
         pairwise: bool = False,
     ):
         if isinstance(template, Template):
-            found, text = (template, "as given"), None
+            base, why, text = template, "as given", None
         else:
-            given = template is not None
-            found = template_of(loaded.source, loaded.model, pairwise=pairwise, given=given)
             text = template
-        self.template, self.why = with_changes(*found, text=text, labels=labels, max_length=max_length)
+            base, why = template_of(loaded.source, loaded.model, pairwise=pairwise, has_text=text is not None)
+        self.template, self.why = with_changes(base, why, text=text, labels=labels, max_length=max_length)
         if isinstance(self.template, PairTemplate) != pairwise:
             raise UserError(
                 f"{self.template.text!r} is not a template for {'two passages' if pairwise else 'one passage'}."
@@ -133,45 +132,45 @@ class Reranker:
         self.batch_size = batch_size
         self.windows = windows
         self.labels = label_ids(loaded.model.output_vocabulary, self.template)
-        self.inputs = Inputs(loaded.model.input_vocabulary, self.template, long_query)
+        self.inputs = InputEncoder(loaded.model.input_vocabulary, self.template, long_query)
 
     def __str__(self) -> str:
         words = (self.template.relevant, self.template.irrelevant)
         labels = " against ".join(f"{word} ({i})" for word, i in zip(words, self.labels, strict=False))
         return f"{self.template.text!r}, {labels}, {self.template.max_length} tokens: {self.why}"
 
-    def rank(self, pairs: Sequence[tuple[str, str]]) -> list[Ranked]:
-        """Return a `Ranked` for each (query, passage) or, pairwise, (query, passage, passage)."""
+    def rank(self, pairs: Sequence[tuple[str, str]]) -> list[RankedPassage]:
+        """Return a `RankedPassage` for each (query, passage) or, pairwise, (query, passage, passage)."""
         pairs, count = list(pairs), 1 + len(self.template.DOCUMENTS)
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
-                wanted = ", ".join(("query", *self.template.DOCUMENTS))
-                raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({wanted}), each a string.")
+                fields = ", ".join(("query", *self.template.DOCUMENTS))
+                raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({fields}), each a string.")
         encoded = self.encode(pairs)
         log_truncated(encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows")
         logits = self.logits(encoded)
         check_finite(logits, lambda i: f"Query {shorten(pairs[i][0])}, passage {shorten(pairs[i][1])}")
         return [
-            Ranked(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
+            RankedPassage(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
             for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
         ]
 
-    def encode(self, pairs: Sequence[tuple[str, ...]]) -> Encoded:
+    def encode(self, pairs: Sequence[tuple[str, ...]]) -> EncodedPairs:
         """Return the inputs of (query, document) or, pairwise, (query, document, document)."""
         inputs, of_pairs, cut, cut_queries = [], [], 0, 0
         for index, (query, *documents) in enumerate(pairs):
             windows = [documents] if self.windows is None else [[window] for window in self.windows.of(*documents)]
             for window in windows:
-                made = self.inputs.encode(query, *window)
-                inputs.append(np.array(made.ids, np.int32))
+                encoded = self.inputs.encode(query, *window)
+                inputs.append(np.array(encoded.ids, np.int32))
                 of_pairs.append(index)
-                cut += made.is_cut
-                cut_queries += made.query_is_cut
-        return Encoded(inputs, of_pairs, cut, cut_queries)
+                cut += encoded.is_cut
+                cut_queries += encoded.query_is_cut
+        return EncodedPairs(inputs, of_pairs, cut, cut_queries)
 
     def logits(
         self,
-        encoded: Encoded,
+        encoded: EncodedPairs,
         *,
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda inputs: None,
@@ -182,44 +181,44 @@ class Reranker:
         Args:
           rows, after_batch: see `LoadedModel.predictions`.
         """
-        found = self.loaded.label_logits(
+        logits = self.loaded.label_logits(
             encoded.inputs, self.labels, max_input_length=self.template.max_length, batch_size=self.batch_size,
             rows=rows, after_batch=after_batch,
         )  # fmt: skip
         of_pairs = np.array(encoded.pairs, np.int64)
         if len(np.unique(of_pairs)) == len(of_pairs):
-            return found
-        quality = np.where(np.isfinite(found).all(axis=1), scores(found), np.inf)
+            return logits
+        quality = np.where(np.isfinite(logits).all(axis=1), scores(logits), np.inf)
         order = np.lexsort((-quality, of_pairs))
-        return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
+        return logits[order[np.unique(of_pairs[order], return_index=True)[1]]]
 
 
 class RankMethods(LoadedModel):
     """The methods of a `LoadedModel` that rank passages."""
 
-    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
+    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> list[RankedPassage]:
         """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
             passages = ["Quark is a cheese.", "A quark is a particle."]
-            for found in model.rank("what is a quark?", passages):
-                print(found.score, passages[found.index])
+            for result in model.rank("what is a quark?", passages):
+                print(result.score, passages[result.index])
 
         Args:
           passages: a list of strings, or of (doc_id, text) pairs.
           options: options of `Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
 
         Returns:
-          A `Ranked` for each passage, best first, with `index` (its position in `passages`), `doc_id`, `score` and
-          the logits. Equal scores keep the given order.
+          A `RankedPassage` for each passage, best first, with `index` (its position in `passages`), `doc_id`, `score`
+          and the logits. Equal scores keep the given order.
         """
         if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
             raise UserError("rank takes a string as its query, and a list of passages: strings, or (doc_id, text).")
         named = [_with_id(i, passage) for i, passage in enumerate(passages)]
-        found = self.rank_pairs([(query, passage) for _, passage in named], **options)
-        ranked = [each._replace(doc_id=doc_id) for each, (doc_id, _) in zip(found, named, strict=True)]
-        return sorted(ranked, key=lambda each: -each.score)
+        results = self.rank_pairs([(query, passage) for _, passage in named], **options)
+        results = [result._replace(doc_id=doc_id) for result, (doc_id, _) in zip(results, named, strict=True)]
+        return sorted(results, key=lambda result: -result.score)
 
-    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
+    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[RankedPassage]:
         """Score (query, passage) pairs of many queries, which are batched together; returned in the given order."""
         check_arguments("rank", options, list(inspect.signature(Reranker).parameters)[1:])
         reranker = Reranker(self, **options)
@@ -232,11 +231,11 @@ def scores(logits: np.ndarray) -> np.ndarray:
 
     It is computed from the difference, so that scores remain distinct where the softmax is close to 1.
     """
-    wide = logits.astype(np.float64)
-    if wide.shape[1] == 1:
-        return wide[:, 0]
-    with np.errstate(invalid="ignore"):  # whoever asks for scores looks whether they are numbers
-        return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])
+    logits = logits.astype(np.float64)
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    with np.errstate(invalid="ignore"):  # callers check that scores are finite
+        return -np.logaddexp(0.0, logits[:, 1] - logits[:, 0])
 
 
 def log_truncated(inputs: int, queries: int, passages: int, max_length: int, options: str) -> None:

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from t5x.errors import UserError, located
-from t5x.inference.jobs import Job, JobProgress, Record, Shard, check_counts, run_job
+from t5x.inference.jobs import JobProgress, Record, ResumableJob, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation
-from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
-from t5x.ranking.reranker import Encoded, Reranker, check_finite, log_truncated, scores
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork, Work
+from t5x.ranking.reranker import EncodedPairs, Reranker, check_finite, log_truncated, scores
 from t5x.ranking.trec_files import FORMATS, ranking_lines, read_qrels
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ PAIRWISE_TOP = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class RerankInput:
     """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
 
     Attributes:
@@ -53,9 +53,9 @@ class Given:
             )  # fmt: skip
         if self.run is not None and self.collection is None:
             raise UserError("--run needs --collection, which contains the texts of its passages.")
-        belong = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
-        if self.run is None and (odd := [flag for flag, value in belong.items() if value is not None]):
-            raise UserError(f"{', '.join(odd)} can only be used with --run; {flags[0]} contains the texts.")
+        of_run = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
+        if self.run is None and (unused := [flag for flag, value in of_run.items() if value is not None]):
+            raise UserError(f"{', '.join(unused)} can only be used with --run; {flags[0]} contains the texts.")
         if self.top is not None and (self.top < 1 or self.pairs is not None):
             raise UserError(
                 f"--top is {self.top}: it must be at least 1." if self.pairs is None else
@@ -90,7 +90,7 @@ class Given:
 
 def rerank(
     model_dir: str,
-    given: Given,
+    inputs: RerankInput,
     output: str = "-",
     *,
     form: str = "trec",
@@ -113,6 +113,7 @@ def rerank(
 
     Args:
       model_dir: a checkpoint or a MODEL_DIR.
+      inputs: what to rank.
       output: a file, or - for standard output.
       form: `trec`, `msmarco`, or `jsonl` (input order, with logits).
       pairwise_dir, pairwise_top: a duoT5 model that reorders this many top passages per query, also with `max_length`.
@@ -137,11 +138,11 @@ def rerank(
             "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards "
             "(concatenate the shards, then use `t5x rank-eval`)."
         )
-    if given.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
+    if inputs.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")
     shard = Shard(shard_id, num_shards)
     output = shard.path(output)
-    to = FileOutput(output, overwrite=overwrite, inputs={**given.paths(), "qrels": qrels})
+    to = FileOutput(output, overwrite=overwrite, inputs={**inputs.paths(), "qrels": qrels})
     judgments = None if qrels is None else read_qrels(qrels)
     ranker = Reranker(load(model_dir, vocabulary=vocabulary, dtype=dtype), batch_size=batch_size, **ranking)
     log.info("template: %s", ranker)
@@ -154,7 +155,7 @@ def rerank(
         except UserError as error:
             raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
         log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
-    work = given.read(form, _check_of([ranker] if second is None else [ranker, second]))
+    work = inputs.read(form, _check_of([ranker] if second is None else [ranker, second]))
     if judgments is not None and not judgments.keys() & work.query_ids:
         raise UserError(f"No query of the input is judged in {qrels}. Check that both use the same query ids.")
     job = _Reranking(
@@ -166,10 +167,8 @@ def rerank(
         log.warning("%d passage(s) have no text; they are scored without it", work.empty)
     records = run_job(job, to)
     if distributed.is_leader():
-        count = lambda name: sum(record[name] for record in records)
-        log_truncated(
-            count("cut"), count("cut_queries"), count("pairs"), ranker.template.max_length, "--max_length, --max_p"
-        )
+        cut, cut_queries, pairs = (sum(record[name] for record in records) for name in ("cut", "cut_queries", "pairs"))
+        log_truncated(cut, cut_queries, pairs, ranker.template.max_length, "--max_length, --max_p")
         if judgments is not None:
             runs = {} if work.before is None else {"before": work.before}
             print(evaluation.report(judgments, runs, {"after": output}, measures, relevance_level=relevance_level))
@@ -178,12 +177,12 @@ def rerank(
 class _Chunk(NamedTuple):
     """Units that are computed together, and their inputs."""
 
-    units: list[Unit]
-    encoded: Encoded
+    units: list[RankingUnit]
+    encoded: EncodedPairs
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Reranking(Job):
+class _Reranking(ResumableJob):
     """Scores units and writes their rankings.
 
     Args:
@@ -212,27 +211,27 @@ class _Reranking(Job):
 
     def identity(self) -> dict[str, Any]:
         windows = self.ranker.windows
-        made = {
+        parts = {
             **_identity("model", self.ranker), "format": self.form, "input": self.work.digest,
             "windows": None if windows is None else dataclasses.asdict(windows),
         }  # fmt: skip
         if self.second is not None:
-            made |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
-        return {**made, **self.source}
+            parts |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
+        return {**parts, **self.source}
 
     def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
         first = self.units.start + sum(record["units"] for record in finished)
         size = self.source["checkpoint_period"] * self.source["batch_size"]
-        units = _cut(self.work.units(first, self.units.stop), size, self.inputs_of)
-        return list(finished), _ahead(map(self._encode, units))
+        units = _group(self.work.units(first, self.units.stop), size, self.inputs_of)
+        return list(finished), _prefetch(map(self._encode, units))
 
-    def inputs_of(self, unit: Unit) -> int:
+    def inputs_of(self, unit: RankingUnit) -> int:
         """Return the number of inputs of a unit: its windows and comparisons."""
         windows = self.ranker.windows
         more = 0 if windows is None else sum(len(windows.of(text)) - 1 for text in unit.texts)
         return self._comparisons(len(unit.doc_ids)) + more
 
-    def _encode(self, units: list[Unit]) -> _Chunk:
+    def _encode(self, units: list[RankingUnit]) -> _Chunk:
         return _Chunk(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
 
     def compute(self, chunk: _Chunk, progress: JobProgress) -> tuple[list[bytes], Record]:
@@ -242,18 +241,18 @@ class _Reranking(Job):
         after_batch = progress.after_batch(pairs, len(encoded.inputs))
         logits = self.ranker.logits(encoded, rows=self._rows, after_batch=after_batch)
         _check_finite([(unit.query_id, doc) for unit in units for doc in unit.doc_ids], logits)
-        found, rows = iter(scores(logits).tolist()), iter(logits.tolist())
-        scores_of = [{doc: next(found) for doc in unit.doc_ids} for unit in units]
+        values, rows = iter(scores(logits).tolist()), iter(logits.tolist())
+        scores_of = [{doc: next(values) for doc in unit.doc_ids} for unit in units]
         logits_of = [{doc: next(rows) for doc in unit.doc_ids} for unit in units]
         cut, cut_queries = encoded.cut, encoded.cut_queries
         if self.second is not None:
-            more = self._compare(self.second, units, scores_of, progress)
-            cut, cut_queries = cut + more.cut, cut_queries + more.cut_queries
+            compared = self._compare(self.second, units, scores_of, progress)
+            cut, cut_queries = cut + compared.cut, cut_queries + compared.cut_queries
         lines = []
         for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
             lowest = min(of_unit.values(), default=0.0)
-            behind = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.rest)}
-            lines += ranking_lines(self.form, unit.query_id, of_unit | behind, of_labels)
+            unscored = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.unscored)}
+            lines += ranking_lines(self.form, unit.query_id, of_unit | unscored, of_labels)
         record = {
             "units": len(units), "pairs": pairs, "shown": progress.done - before, "cut": cut,
             "cut_queries": cut_queries,
@@ -261,28 +260,28 @@ class _Reranking(Job):
         return lines, record
 
     def _compare(
-        self, second: Reranker, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress
-    ) -> Encoded:
+        self, second: Reranker, units: Sequence[RankingUnit], scores_of: list[dict[str, float]], progress: JobProgress
+    ) -> EncodedPairs:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self.second_top] for of_unit in of_units]
-        asked = []
+        first = [ranked(of_unit)[: self.second_top] for of_unit in scores_of]
+        pairs = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
-            asked += pairs_of(unit.query, [texts[doc] for doc in chosen])
-        encoded = second.encode(asked)
+            pairs += pairs_of(unit.query, [texts[doc] for doc in chosen])
+        encoded = second.encode(pairs)
         logits = second.logits(encoded, rows=self._rows, after_batch=progress.after_batch())
-        found = wins(logits, [len(chosen) for chosen in first])
+        won = wins(logits, [len(chosen) for chosen in first])
         names = [(unit.query_id, doc) for unit, chosen in zip(units, first, strict=True) for doc in chosen]
-        _check_finite(names, np.concatenate(found)[:, None])
-        for of_unit, chosen, of_chosen in zip(of_units, first, found, strict=True):
+        _check_finite(names, np.concatenate(won)[:, None])
+        for of_unit, chosen, of_chosen in zip(scores_of, first, won, strict=True):
             others = (score for doc, score in of_unit.items() if doc not in set(chosen))
             above = max([0.0, *others])
             of_unit.update({doc: above + float(score) for doc, score in zip(chosen, of_chosen, strict=True)})
         return encoded
 
     def _comparisons(self, size: int) -> int:
-        several = 0 if self.second is None else min(size, self.second_top)
-        return size + several * max(several - 1, 0)
+        compared = 0 if self.second is None else min(size, self.second_top)
+        return size + compared * max(compared - 1, 0)
 
 
 def _identity(name: str, ranker: Reranker) -> dict[str, Any]:
@@ -304,25 +303,27 @@ def _check_finite(names: Sequence[tuple[str, str]], values: np.ndarray) -> None:
     check_finite(values, lambda i: f"Query {names[i][0]!r}, document {names[i][1]!r}")
 
 
-def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> Iterator[list[Unit]]:
+def _group(
+    units: Iterator[RankingUnit], size: int, inputs_of: Callable[[RankingUnit], int]
+) -> Iterator[list[RankingUnit]]:
     """Group units until they have `size` inputs."""
-    part, count = [], 0
+    group, count = [], 0
     for unit in units:
-        part.append(unit)
+        group.append(unit)
         count += inputs_of(unit)
         if count >= size:
-            yield part
-            part, count = [], 0
-    if part:
-        yield part
+            yield group
+            group, count = [], 0
+    if group:
+        yield group
 
 
-def _ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+def _prefetch(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
     """Yield the chunks, preparing each while the previous one is computed."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, chunks, None)
-        while (chunk := coming.result()) is not None:
-            coming = pool.submit(next, chunks, None)
+        upcoming = pool.submit(next, chunks, None)
+        while (chunk := upcoming.result()) is not None:
+            upcoming = pool.submit(next, chunks, None)
             yield chunk
 
 
@@ -342,15 +343,15 @@ def wins(logits: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
       counts: number of documents per query.
     """
     # An infinite logit would be a plain 0 or 1 here.
-    found = np.where(np.isfinite(logits).all(axis=1), np.exp(scores(logits)), np.nan)
-    made, start = [], 0
+    probabilities = np.where(np.isfinite(logits).all(axis=1), np.exp(scores(logits)), np.nan)
+    sums, start = [], 0
     for count in counts:
         end = start + count * (count - 1)
         preferences = np.zeros((count, count))
-        preferences[~np.eye(count, dtype=bool)] = found[start:end]
-        made.append(symmetric_sum(preferences))
+        preferences[~np.eye(count, dtype=bool)] = probabilities[start:end]
+        sums.append(symmetric_sum(preferences))
         start = end
-    return made
+    return sums
 
 
 def symmetric_sum(preferences: np.ndarray) -> np.ndarray:

@@ -50,14 +50,14 @@ class Template:
         >>> Template().between("who?")
         ['Query: who? Document: ', ' Relevant:']
         """
-        found = [""]
+        parts = [""]
         for literal, field, _, _ in string.Formatter().parse(self.text):
-            found[-1] += literal
+            parts[-1] += literal
             if field == "query":
-                found[-1] += query
+                parts[-1] += query
             elif field is not None:
-                found.append("")
-        return found
+                parts.append("")
+        return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +84,18 @@ def from_fields(fields: Any, where: str) -> Template:
         try:
             return (PairTemplate if pairwise else Template)(**fields)
         except TypeError as error:
-            raise UserError(f"this is no template of a ranker: {str(fields)[:200]}.") from error
+            raise UserError(f"this is not a ranker's template: {str(fields)[:200]}.") from error
 
 
 def _check_fields(text: str, names: tuple[str, ...]) -> None:
     """Raise a UserError unless `text` contains each of these fields once, and no other."""
     try:
-        found = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except ValueError as error:
         raise UserError(f"The template {text!r} cannot be read: {error}.") from error
-    if sorted(found) != sorted(names):
-        wanted = ", ".join(f"{{{name}}}" for name in names)
-        raise UserError(f"The template {text!r} must have {wanted}, each once, and nothing else in braces.")
+    if sorted(fields) != sorted(names):
+        required = ", ".join(f"{{{name}}}" for name in names)
+        raise UserError(f"The template {text!r} must have {required}, each once, and nothing else in braces.")
 
 
 MONOT5 = Template()
@@ -123,10 +123,10 @@ def label_id(vocabulary: Vocabulary, label: str) -> int:
     tokenizer = getattr(vocabulary, "tokenizer", None)
     if label.startswith(_SPACE):
         lookup = getattr(tokenizer, "piece_to_id", None) or getattr(tokenizer, "token_to_id", None)
-        found = None if lookup is None else lookup(label)
-        if found is None or found == vocabulary.unk_id:
+        token = None if lookup is None else lookup(label)
+        if token is None or token == vocabulary.unk_id:
             raise UserError(f"The vocabulary has no piece {label!r}. Pass other labels, such as --labels true,false.")
-        return int(found)
+        return int(token)
     ids = vocabulary.encode(label)
     if len(ids) != 1 or ids[0] == vocabulary.unk_id:
         name = getattr(tokenizer, "id_to_piece", None) or getattr(tokenizer, "id_to_token", None)

@@ -34,7 +34,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
     Raises:
       UserError: if the file cannot be read or a line is invalid.
     """
-    found: dict[str, dict[str, int]] = {}
+    qrels: dict[str, dict[str, int]] = {}
     kind = None
     for where, fields in _read_fields(path):
         if kind is None:
@@ -44,8 +44,8 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
         if len(fields) != len(kind):
             raise _wrong_fields(where, fields, "judgments", [kind])
         query, *_, document, grade = fields
-        _add(found, where, query, document, _number(where, "grade", grade, int))
-    return found
+        _add(qrels, where, query, document, _number(where, "grade", grade, int))
+    return qrels
 
 
 def read_run(path: Path) -> dict[str, dict[str, float]]:
@@ -54,7 +54,7 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
     Raises:
       UserError: if the file cannot be read or a line is invalid.
     """
-    found: dict[str, dict[str, float]] = {}
+    run: dict[str, dict[str, float]] = {}
     kind = None
     for where, fields in _read_fields(path):
         kind = kind or next((known for known in (_TREC_RUN, _MSMARCO_RUN) if len(known) == len(fields)), None)
@@ -62,11 +62,11 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
             raise _wrong_fields(where, fields, "a run", [kind] if kind else [_TREC_RUN, _MSMARCO_RUN])
         if kind is _TREC_RUN:
             query, _, document, _, score, _ = fields
-            _add(found, where, query, document, _number(where, "score", score, float))
+            _add(run, where, query, document, _number(where, "score", score, float))
         else:
             query, document, rank = fields
-            _add(found, where, query, document, -float(_number(where, "rank", rank, int)))
-    return found
+            _add(run, where, query, document, -float(_number(where, "rank", rank, int)))
+    return run
 
 
 def ranking_lines(
@@ -81,11 +81,11 @@ def ranking_lines(
     """
     if form != "jsonl":
         return list((trec_lines if form == "trec" else msmarco_lines)({query: scores}))
-    made = []
+    lines = []
     for document, of_labels in logits.items():
         named = dict(zip(("true_logit", "false_logit"), map(float, of_labels), strict=False))
-        made.append(jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named}))
-    return made
+        lines.append(jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named}))
+    return lines
 
 
 def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
@@ -119,7 +119,7 @@ def check_id(text: str, hint: str = "") -> str:
 
 
 def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place, as file:line, and the fields of every line that is not blank."""
+    """Yield the position (file:line) and the fields of every line that is not blank."""
     line = None
     for line in read_lines(os.fspath(path)):
         line.text()
@@ -128,10 +128,10 @@ def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
         raise UserError(f"{os.fspath(path)} is empty.")
 
 
-def _add(found: dict[str, dict], where: str, query: str, document: str, value: float) -> None:
-    if document in found.setdefault(query, {}):
+def _add(values: dict[str, dict], where: str, query: str, document: str, value: float) -> None:
+    if document in values.setdefault(query, {}):
         raise UserError(f"{where}: document {document!r} occurs a second time for query {query!r}. Remove one.")
-    found[query][document] = value
+    values[query][document] = value
 
 
 def _number(where: str, field: str, text: str, kind: Callable[[str], float]) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import app, flags
 
 _ROOT = Path(__file__).resolve().parents[2]
-_NOT_HERE = ("clone_github", "copybara_config", "copybara_workflow", "copybara_origin")
+_UNSUPPORTED = ("clone_github", "copybara_config", "copybara_workflow", "copybara_origin")
 
 
 def define_flags() -> None:
@@ -33,19 +33,19 @@ def define_flags() -> None:
     flags.DEFINE_integer("tpu_cores", 8, "cores of TPU v2: 8, or a multiple of 32")
     flags.DEFINE_string("image", None, "an image that exists, instead of building one")
     flags.DEFINE_boolean("clone_github", False, "not supported: the image has the t5x of this directory")
-    for name in _NOT_HERE[1:]:
+    for name in _UNSUPPORTED[1:]:
         flags.DEFINE_string(name, None, "not supported")
 
 
 def command() -> list[str]:
     """Return the t5x command, without the gin flags."""
-    found = flags.FLAGS
-    macro = {"train": "MODEL_DIR", "eval": "EVAL_OUTPUT_DIR", "infer": "INFER_OUTPUT_DIR"}[found.run_mode]
-    words = [found.run_mode, f"--gin.{macro}={found.model_dir.rstrip('/')}/logs"]  # as T5X does
-    if found.tfds_data_dir:
-        words.append(f"--tfds_data_dir={found.tfds_data_dir}")
-    if found.seqio_additional_cache_dirs:
-        words.append(f"--seqio_additional_cache_dirs={','.join(found.seqio_additional_cache_dirs)}")
+    args = flags.FLAGS
+    macro = {"train": "MODEL_DIR", "eval": "EVAL_OUTPUT_DIR", "infer": "INFER_OUTPUT_DIR"}[args.run_mode]
+    words = [args.run_mode, f"--gin.{macro}={args.model_dir.rstrip('/')}/logs"]  # as T5X does
+    if args.tfds_data_dir:
+        words.append(f"--tfds_data_dir={args.tfds_data_dir}")
+    if args.seqio_additional_cache_dirs:
+        words.append(f"--seqio_additional_cache_dirs={','.join(args.seqio_additional_cache_dirs)}")
     return words
 
 
@@ -61,8 +61,8 @@ def dockerfile() -> str:
 def main(argv: Sequence[str], gin_flags: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"error: {argv[1]!r} is one argument too many.")
-    if given := [name for name in _NOT_HERE if flags.FLAGS[name].present]:
-        sys.exit(f"error: --{given[0]} is not supported: the image has the t5x of this directory. Remove it.")
+    if unsupported := [name for name in _UNSUPPORTED if flags.FLAGS[name].present]:
+        sys.exit(f"error: --{unsupported[0]} is not supported: the image has the t5x of this directory. Remove it.")
     if not flags.FLAGS.model_dir.startswith("gs://"):
         sys.exit(f"error: --model_dir is {flags.FLAGS.model_dir}: it must be gs://BUCKET/…")
     try:

@@ -22,7 +22,7 @@ from t5x.inference.engine import MANY_ROWS
 from t5x.inference.loaded import Generation, Ids, LoadedModel
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import Reranker
 from t5x.serving.batching import Batcher, BatchRow
@@ -176,7 +176,7 @@ class BatchedModel(LoadedModel):
             row_values={name: [row.values[name] for row in rows] for name in rows[0].values},
         )
 
-    def _cached_program(self, shape: BatchShape) -> Program:
+    def _cached_program(self, shape: BatchShape) -> MaskingVariants:
         # The first program of the dictionary is the least recently used one.
         if (program := self._programs.pop(shape, None)) is None:
             decoded = MANY_ROWS if shape.decoding is None else self._row_count * shape.decoding.num_decodes

@@ -15,9 +15,9 @@ import jax
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from t5x import startup
 from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE
+from t5x.partitioning import process_setup
 from t5x.serving.api import Api
 from t5x.serving.batched_model import BatchShape
 from t5x.serving.batching import Batcher
@@ -53,7 +53,7 @@ def serve(
       tls_cert, tls_key: PEM files for HTTPS.
       model_options: `vocabulary` and `dtype`, see `t5x.load`.
     """
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     _allow_many_connections()
     metrics = ServerMetrics()
 

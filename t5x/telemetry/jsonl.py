@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.files import directories
+from t5x.files.directory import split
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]
     An unterminated last line, as an interrupted writer leaves it, is skipped. So are lines that are not JSON objects,
     with a warning.
     """
-    directory, name = directories.split(path)
+    directory, name = split(path)
     with contextlib.suppress(FileNotFoundError), directory.open(name) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]
 
 
 def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Write `lines` to a local or remote file, atomically and durably; see `t5x.files.directories`.
+    """Write `lines` to a local or remote file, atomically and durably; see `t5x.files.directory`.
 
     Args:
       lines: may be read from `path` itself while it is replaced.
@@ -62,7 +62,7 @@ def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    directory, name = directories.split(path)
+    directory, name = split(path)
     try:
         with directory.new_file(name) as file:
             file.writelines(lines)

@@ -74,18 +74,18 @@ def trace_run(
         return
     shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: first)
     what = f"{name}.get_initial_variables or the optimizer"
-    layout = _traced(what, first, StateLayout.of, model, partitioner, shapes, types)
+    layout = _trace(what, first, StateLayout.of, model, partitioner, shapes, types)
     try:
         trainer = abstract_trainer(layout, trainer_cls)
     except (TypeError, ValueError, AttributeError) as error:
         log.warning("the steps are not checked: trainer_cls cannot be created without arrays (%s)", error)
         return
     state = layout.abstract
-    _traced("the train step", first, jax.eval_shape, trainer._partitioned_train_step, state, first)
+    _trace("the train step", first, jax.eval_shape, trainer._partitioned_train_step, state, first)
     if (cfg := _unpacked(train_eval_dataset_cfg)) is not None:
         datasets = get_training_eval_datasets(cfg, 0, 1, 1, converter_cls)
         if batch := abstract_batch(cfg, model, lambda: next(iter(datasets.values()))):
-            _traced("the evaluation step", batch, jax.eval_shape, trainer._partitioned_eval_step, state, batch)
+            _trace("the evaluation step", batch, jax.eval_shape, trainer._partitioned_eval_step, state, batch)
     cfg = _unpacked(infer_eval_dataset_cfg)
     if cfg is None or not tasks_with_metrics(cfg):
         return
@@ -93,7 +93,7 @@ def trace_run(
         predict = functools.partial(model.predict_batch_with_aux, rng=jax.random.key(0))
         functions = {"predict_batch_with_aux": predict, "score_batch": model.score_batch}
         for function in _used_by_metrics(cfg):
-            _traced(f"{name}.{function}", batch, jax.eval_shape, functions[function], state.params, batch)
+            _trace(f"{name}.{function}", batch, jax.eval_shape, functions[function], state.params, batch)
 
 
 def _used_by_metrics(cfg: DatasetConfig) -> list[str]:
@@ -117,18 +117,18 @@ def abstract_batch(cfg: DatasetConfig, model: BaseModel, batches: Callable[[], I
         with offline():
             read = _first(batches())
     except (OSError, UserError) as error:
-        found = cfg.mixture_or_task()
+        task_or_mixture = cfg.mixture_or_task()
         if lengths is not None:
-            for task in get_subtasks(found):
+            for task in get_subtasks(task_or_mixture):
                 converter.check(tuple(task.output_features), lengths, task.name)  # wrong wherever the data is
         if lengths is None or not type(converter).__module__.startswith("t5x.data.feature_converters"):
-            log.warning("the run is not traced: the data of %r cannot be read (%s)", found.name, error)
+            log.warning("the run is not traced: the data of %r cannot be read (%s)", task_or_mixture.name, error)
             return None
-        log.warning("the data of %r cannot be read, its shapes are assumed (%s)", found.name, error)
+        log.warning("the data of %r cannot be read, its shapes are assumed (%s)", task_or_mixture.name, error)
         of_row = converter.get_model_feature_lengths(lengths)
         return {name: jax.ShapeDtypeStruct((cfg.batch_size, size), jnp.int32) for name, size in of_row.items()}
     except Exception as error:
-        raise _explained(f"Reading a batch with {model.FEATURE_CONVERTER_CLS.__name__}", {}, error) from error
+        raise _explain(f"Reading a batch with {model.FEATURE_CONVERTER_CLS.__name__}", {}, error) from error
     shapes, types = shapes_and_types(read)
     return {name: jax.ShapeDtypeStruct(shapes[name], jax.dtypes.canonicalize_dtype(types[name])) for name in shapes}
 
@@ -140,18 +140,18 @@ def _first(batches: Any) -> Mapping[str, Any]:
         return batches.peek()
 
 
-def _traced(what: str, batch: AbstractBatch, function: Callable[..., Any], *args: Any) -> Any:
+def _trace(what: str, batch: AbstractBatch, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except UserError:
         raise
     except Exception as error:
-        raise _explained(what, batch, error) from error
+        raise _explain(what, batch, error) from error
 
 
-def _explained(what: str, batch: AbstractBatch, error: Exception) -> UserError:
+def _explain(what: str, batch: AbstractBatch, error: Exception) -> UserError:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    location = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in batch.items())
     message = str(error).strip().split("\n\n")[0]
-    return UserError(f"{what} fails{place}: {type(error).__name__}: {message}{shapes and f' (batch: {shapes})'}")
+    return UserError(f"{what} fails{location}: {type(error).__name__}: {message}{shapes and f' (batch: {shapes})'}")

@@ -1,4 +1,4 @@
-"""Actions: they look at the metrics of training or of an evaluation, and may end the run.
+"""Actions, which see the metrics of training or of an evaluation and may end the run.
 
 In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
 """
@@ -234,8 +234,10 @@ class Actions:
         With several processes, the first one decides: some metrics, such as times, differ between them.
         """
         stop = None
-        scalars = lambda metrics: {name: _as_scalar(value) for name, value in metrics.items()}
-        values = {task: scalars(metrics) for task, metrics in metrics_by_task.items()}
+        values = {
+            task: {name: _as_scalar(value) for name, value in metrics.items()}
+            for task, metrics in metrics_by_task.items()
+        }
         for action in self._actions.get(mode, ()):
             if action.run(train_state, values) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
@@ -255,18 +257,18 @@ class Actions:
         """Return whether `state` is that of the same actions with the same settings."""
 
         def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-            return {mode: [[name, *rest] for name, _, *rest in records] for mode, records in saved.items()}
+            return {mode: [[name, *options] for name, _, *options in records] for mode, records in saved.items()}
 
         return settings(self.state()) == settings(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the actions that `state` includes. Others start over."""
         for mode, actions in self._actions.items():
-            kept = list(state.get(mode, ()))
+            records = list(state.get(mode, ()))
             for action in actions:
-                record = next((record for record in kept if record[0] == str(action)), None)
+                record = next((record for record in records if record[0] == str(action)), None)
                 if record is not None:
-                    kept.remove(record)
+                    records.remove(record)
                     action.restore(record[1])
 
 

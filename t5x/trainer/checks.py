@@ -1,5 +1,9 @@
 """Checks before anything is computed."""
 
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
 from t5x.data.code_hashes import fingerprint
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.pipeline import Pipeline
@@ -7,9 +11,10 @@ from t5x.data.sources import BadExample
 from t5x.data.tasks import task_rates
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.partitioning import consistency
+from t5x.partitioning import consistency, distributed
 
 _SAMPLED = 256
+_QUICK_BYTES = 2**30  # hashed in about two seconds
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: BaseTransformerModel) -> None:
@@ -21,11 +26,11 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: BaseTransformerModel) -> N
                 f"Task {task.name!r} has no feature {feature!r}, which the model reads; "
                 f"it has {', '.join(task.output_features)}."
             )
-        theirs = task.output_features[feature].vocabulary
-        if theirs != vocabulary:
+        task_vocabulary = task.output_features[feature].vocabulary
+        if task_vocabulary != vocabulary:
             raise UserError(
-                f"The vocabulary of {feature!r} differs: task {task.name!r} has {theirs}, the model {vocabulary}. "
-                "Give both the same (VOCABULARY in the model's gin file, output_features of the task)."
+                f"The vocabulary of {feature!r} differs: task {task.name!r} has {task_vocabulary}, the model "
+                f"{vocabulary}. Give both the same (VOCABULARY in the model's gin file, output_features of the task)."
             )
         rows = getattr(getattr(model.module, "config", None), "vocab_size", None)
         if rows is not None and vocabulary.vocab_size > rows:
@@ -44,6 +49,65 @@ def require_same_data(*configs: DatasetConfig | None) -> None:
     consistency.require_same(
         "data", lambda: {name: value for cfg in configs if cfg is not None for name, value in _describe(cfg).items()}
     )
+
+
+class ContentCheck:
+    """A comparison of the training data's whole content across processes, which `require_same_data` samples.
+
+    Args:
+      loader: loader of the data.
+      fingerprint: fingerprint of its data; None checks nothing.
+
+    Attributes:
+      is_quick: whether there is so little data that training can wait for its hashes.
+    """
+
+    def __init__(self, loader: Any, fingerprint: "Future[dict[str, Any]] | None"):
+        self._pending = fingerprint if distributed.process_count() > 1 else None
+        self.is_quick = self._pending is None or distributed.decide(
+            "size of the data", lambda: loader.content_bytes() < _QUICK_BYTES
+        )
+
+    def require_same(self, patience: float | None = None) -> None:
+        """Raise a UserError in every process if the content differs. All processes must call it at the same step.
+
+        Tasks whose content some process cannot hash are skipped.
+
+        Args:
+          patience: seconds to wait for the hashes; None waits until they are ready. If some process does not have them
+            in time, the next call compares.
+        """
+        if self._pending is None:
+            return
+        try:
+            tasks = self._pending.result(patience)["tasks"]
+        except TimeoutError:
+            tasks = None
+        sources = {name: task["source"] for name, task in (tasks or {}).items() if task["source"] is not None}
+        hashed = distributed.exchange("hashed tasks", None if tasks is None else sorted(sources))
+        if None in hashed:
+            return
+        self._pending = None
+        shared = sorted(set(sources).intersection(*hashed))
+        file_names = distributed.decide(
+            "names of data files", lambda: [[name for name, *_ in sources[task].get("files", [])] for task in shared]
+        )
+        consistency.require_same("data", lambda: {
+            name: value for task, names in zip(shared, file_names, strict=True)
+            for name, value in _describe_content(task, sources[task], names)
+        })  # fmt: skip
+
+
+def _describe_content(task: str, source: Mapping[str, Any], file_names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of what identifies a source's content.
+
+    Args:
+      file_names: names of the files on process 0; those of other machines may differ.
+    """
+    files = source.get("files", [])
+    yield f"source of {task}", f"{source | {'files': len(files)}}"
+    for number, (name, (_, size, digest)) in enumerate(zip(file_names, files, strict=False), 1):
+        yield f"content of {name}, file {number} of {task}", f"{size:,} bytes with the hash {digest}"
 
 
 def _describe(cfg: DatasetConfig) -> dict[str, str]:

@@ -17,7 +17,7 @@ from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics
 from t5x.models import BaseModel
-from t5x.network.padding import Program
+from t5x.network.padding import MaskingVariants
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
 from t5x.telemetry.metric_writer import METRICS_FILE, Home
@@ -63,8 +63,8 @@ class Evaluation(abc.ABC):
 
     def done(self, step: int) -> bool:
         """Return whether all files have the metrics of this step."""
-        there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-        return distributed.broadcast("evaluation done", there)
+        has_all = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
+        return distributed.broadcast("evaluation done", has_all)
 
     def close(self) -> None:  # noqa: B027  (most have no open files)
         """Close the files."""
@@ -155,7 +155,7 @@ class BatchProgram:
             out_axis_resources=self._partitioner.replicated,
             decodes=True,
         )
-        self._program = Program.of(function, partition)
+        self._program = MaskingVariants.of(function, partition)
 
     def __call__(self, params: Any, batch: Mapping[str, np.ndarray]) -> Any:
         mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
@@ -217,8 +217,8 @@ class TeacherForcedEvaluation(Evaluation):
                 before_batch()
                 measured[task].append(trainer.measure(batch))
         if self._together is not None:
-            measured[self._together] = [metrics for found in measured.values() for metrics in found]
-        results = {task[:LONGEST_NAME]: summarize(found) for task, found in measured.items()}
+            measured[self._together] = [metrics for of_task in measured.values() for metrics in of_task]
+        results = {task[:LONGEST_NAME]: summarize(metrics) for task, metrics in measured.items()}
         for (task, metrics), file in zip(results.items(), self._files, strict=True):
             if distributed.is_leader():
                 self._write(file, step, metrics)

@@ -30,12 +30,12 @@ def _check_call(function: Callable[..., Any], what: str, arguments: tuple[str, .
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a built-in function
         return
-    given = dict.fromkeys(arguments)
+    placeholders = dict.fromkeys(arguments)
     try:
         if by_position:
-            signature.bind_partial(*given)
+            signature.bind_partial(*placeholders)
         else:
-            signature.bind_partial(**given)
+            signature.bind_partial(**placeholders)
     except TypeError as error:
         raise UserError(
             f"{what} is called with {', '.join(arguments)}, but {getattr(function, '__qualname__', function)}"

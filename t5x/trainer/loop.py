@@ -135,11 +135,13 @@ class _NonFiniteWatch:
 
     def check(self, lines: MetricLines, step: int) -> ActionStop | None:
         """Check the logged losses and gradients. Return the reason to end the run unsaved, or None."""
-        found = lines.take_nonfinite()
-        if found is None:
+        nonfinite = lines.take_nonfinite()
+        if nonfinite is None:
             return None
         params = self._trainer.train_state.params
-        diagnosis = diagnose(found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params))
+        diagnosis = diagnose(
+            nonfinite.steps, nonfinite.last_step, params, trained(self._trainer.model.optimizer_def, params)
+        )
         if not self._warned or diagnosis.parameters:
             log.warning("%s", diagnosis.message)
         self._warned = True

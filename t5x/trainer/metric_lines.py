@@ -116,8 +116,8 @@ class MetricLines:
     def take_nonfinite(self) -> NonFinite | None:
         """Pop the recorded non-finite steps among those written or merged. Identical on every process."""
         self.wait()
-        found, self._nonfinite = self._nonfinite, None
-        return found
+        nonfinite, self._nonfinite = self._nonfinite, None
+        return nonfinite
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -43,11 +43,11 @@ def in_network_order(names: Iterable[str]) -> list[str]:
     'encoder/layers_9/mlp/wo/kernel'
     """
 
-    def place(key: str) -> tuple[int, str, int]:
+    def rank(key: str) -> tuple[int, str, int]:
         name, number = _split_number(key)
         return _RANK.get(name, len(_RANK)), name, number
 
-    return sorted(names, key=lambda name: [place(key) for key in name.split("/")])
+    return sorted(names, key=lambda name: [rank(key) for key in name.split("/")])
 
 
 def gradient_metrics(gradients: Any) -> Metrics:
@@ -106,18 +106,18 @@ def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any
     steps = jax.device_get(list(steps))
     names = flatten(params)
     first = last_step - len(steps) + 1
-    at = next((i for i, metrics in enumerate(steps) if not is_finite(metrics)), None)
-    step = None if at is None else first + at
-    if at is None:
+    index = next((i for i, metrics in enumerate(steps) if not is_finite(metrics)), None)
+    step = None if index is None else first + index
+    if index is None:
         cause = f"The loss was not finite before step {first}."
-    elif math.isfinite(loss := _value(steps[at], "loss")):
-        gradient = _describe_gradient(flatten(params if trained is None else trained), steps[at])
+    elif math.isfinite(loss := _value(steps[index], "loss")):
+        gradient = _describe_gradient(flatten(params if trained is None else trained), steps[index])
         cause = f"At step {step} the loss was {loss:.6g}, but {gradient} was not finite."
     else:
         cause = f"The loss is {loss} at step {step}, the first that is not finite."
-        if at > 0:
-            before, norm = (_value(steps[at - 1], name) for name in ("loss", "gradient_norm"))
-            cause += f" Step {first + at - 1} had a loss of {before:.6g} and a gradient norm of {norm:.4g}."
+        if index > 0:
+            before, norm = (_value(steps[index - 1], name) for name in ("loss", "gradient_norm"))
+            cause += f" Step {first + index - 1} had a loss of {before:.6g} and a gradient norm of {norm:.4g}."
     bad = find_nonfinite(params)
     effect = _describe_parameters(bad, len(names), last_step) if bad else "All parameters are still finite."
     return Diagnosis(step, bad, f"{cause} {effect} {_REMEDIES}")

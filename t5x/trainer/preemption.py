@@ -1,4 +1,4 @@
-"""Stops a run when Google's cloud announces that it will take the machine back.
+"""Stop a run when Google's cloud announces that it will take the machine back.
 
 Compute Engine sets `preempted` in the machine's metadata about 30 seconds before it stops a spot VM; SIGTERM comes
 later, when the system shuts down, or not at all inside a container.
@@ -12,11 +12,13 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 
+from t5x.verbs.interrupts import signal_main_thread
+
 log = logging.getLogger(__name__)
 
-_HOST = "metadata.google.internal"
-_PATH = "/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec=60"
-_PAUSE = 5.0  # seconds after a request that failed
+_METADATA_HOST = "metadata.google.internal"
+_PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec=60"
+_METADATA_RETRY_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -27,31 +29,29 @@ def watch_for_preemption() -> Iterator[None]:
     """
     closed = threading.Event()
     if host := _metadata_host():
-        threading.Thread(target=_watch, args=(host, closed), name="t5x-preemption", daemon=True).start()
+        threading.Thread(target=_await_notice, args=(host, closed), name="t5x-preemption", daemon=True).start()
     try:
         yield
     finally:
         closed.set()
 
 
-def _watch(host: str, closed: threading.Event) -> None:
+def _await_notice(host: str, closed: threading.Event) -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has other metadata
-    path = _PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
+    path = _PREEMPTED_PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
     while not closed.is_set():
         request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
         try:
             with opener.open(request, timeout=90) as response:
                 preempted = response.read(100).strip() == b"TRUE"
         except (OSError, ValueError) as error:
-            log.debug("the metadata server %s does not answer: %s", host, error)
-            closed.wait(_PAUSE)
+            log.debug("the metadata server %s did not answer: %s", host, error)
+            closed.wait(_METADATA_RETRY_SECONDS)
             continue
-        path = _PATH
+        path = _PREEMPTED_PATH
         if preempted and not closed.is_set():
             log.warning("this machine is being preempted")
-            # Not os.kill: another thread may receive that signal, and a main thread that waits is not woken.
-            if (thread := threading.main_thread().ident) is not None:
-                signal.pthread_kill(thread, signal.SIGTERM)
+            signal_main_thread(signal.SIGTERM)
             return
 
 
@@ -60,6 +60,6 @@ def _metadata_host() -> str | None:
         return host
     try:
         with open("/sys/class/dmi/id/product_name") as file:
-            return _HOST if "Google Compute Engine" in file.read() else None
+            return _METADATA_HOST if "Google Compute Engine" in file.read() else None
     except OSError:
         return None

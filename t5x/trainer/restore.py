@@ -1,4 +1,4 @@
-"""The initial state of a run: MODEL_DIR's own checkpoint, else the given initial one, else from scratch.
+"""The initial state of a run: MODEL_DIR's own checkpoint, else the configured initial one, else from scratch.
 
 Evaluation and inference also restore with this module, so that the same rules apply everywhere. Several processes use
 the same checkpoint: process 0 chooses and verifies it, and broadcasts the choice.
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from t5x import checkpoints
 from t5x.checkpoints import names, transfer, tree
-from t5x.checkpoints.assignment import Rules
-from t5x.checkpoints.checkpoint_files import open_files
+from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
+from t5x.checkpoints.paths import open_files
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -46,7 +46,7 @@ DATA_FILE = checkpoints.DATASET_STATE
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunState:
     """What a checkpoint stores about its run besides the model.
 
     Attributes:
@@ -68,8 +68,8 @@ class Run:
         return {RUN_FILE: json.dumps(record).encode(), DATA_FILE: json.dumps(self.data).encode()}
 
     @classmethod
-    def of(cls, path: Any) -> "Run":
-        if not open_files(path).has(RUN_FILE):
+    def of(cls, path: Any) -> "RunState":
+        if not open_files(path).exists(RUN_FILE):
             raise UserError(
                 f"{path} was converted, not written by a run: it cannot be resumed. Use it as the initial checkpoint "
                 "(utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
@@ -90,7 +90,7 @@ class Run:
 def position_of_all(
     mine: Mapping[str, Any],
     fingerprint: "Future[dict[str, Any]] | None" = None,
-    patience: float | None = None,
+    timeout: float | None = None,
 ) -> dict[str, Any]:
     """Return the data position of all rows, merged from those of every process (`loader.state()`).
 
@@ -100,7 +100,7 @@ def position_of_all(
     Args:
       mine: the position of this process's rows.
       fingerprint: fingerprint of the data, to be stored with the position; only process 0, which writes them, has it.
-      patience: seconds to wait for the fingerprint; None waits until it is ready.
+      timeout: seconds to wait for the fingerprint; None waits until it is ready.
     """
     if "lanes" not in mine:
         return dict(mine)
@@ -112,7 +112,7 @@ def position_of_all(
     if not fingerprint.done():
         log.info("waiting for the hashes of the data files, which are computed once, to save the checkpoint")
     try:
-        return merged | {"fingerprint": fingerprint.result(patience)}
+        return merged | {"fingerprint": fingerprint.result(timeout)}
     except TimeoutError:
         log.warning("the data files are not hashed yet: changes are not detected when this checkpoint is resumed")
         return merged
@@ -189,12 +189,12 @@ def restore_or_init(
     model: BaseTransformerModel,
     layout: StateLayout,
     init_rng: jax.Array,
-) -> tuple[TrainState, Run]:
+) -> tuple[TrainState, RunState]:
     """Return the initial state and what is known about the run. A failure in one process is raised in all."""
 
-    def resume(path: Any) -> tuple[TrainState, Run]:
+    def resume(path: Any) -> tuple[TrainState, RunState]:
         check_same_model(path, model, same_classes=True)
-        return _resume(path, restore_cfg, layout), Run.of(path)
+        return _resume(path, restore_cfg, layout), RunState.of(path)
 
     own, resumed, damaged = store.restore_latest(resume)
     if resumed is not None:
@@ -210,9 +210,9 @@ def restore_or_init(
         source = open_for_all(restore_cfg.single_path())
         log.info("starting from the initial checkpoint %s (%s)", source.path, source.format)
         state = restore_state(source, restore_cfg, model, layout, init_rng)
-        return state, Run(int(state.step), _position(source) if restore_cfg.restore_dataset else None)
+        return state, RunState(int(state.step), _position(source) if restore_cfg.restore_dataset else None)
     log.info("starting from scratch: there is no checkpoint in MODEL_DIR and no initial checkpoint")
-    return layout.init(init_rng), Run(0)
+    return layout.init(init_rng), RunState(0)
 
 
 def restore_state(
@@ -248,11 +248,11 @@ def restore_state(
 
 def _restore_mutables(path: Any, layout: StateLayout) -> Any:
     """Return the `flax_mutables` of our checkpoint; initial ones if the run did not train in FP8 before."""
-    wanted = {"flax_mutables": layout.abstract.flax_mutables}
     if not layout.abstract.flax_mutables:
         return {}
-    if _same_names(checkpoints.read_names(path), wanted):
-        return checkpoints.restore(path, wanted, verify=False)["flax_mutables"]
+    abstract = {"flax_mutables": layout.abstract.flax_mutables}
+    if _same_names(checkpoints.read_names(path), abstract):
+        return checkpoints.restore(path, abstract, verify=False)["flax_mutables"]
     log.info("%s has no amax history: the first FP8 step uses default scales", path)
     return layout.fresh_mutables()
 
@@ -284,7 +284,7 @@ def restore_params(
       cfg: rules and dtype; None restores exactly the model's parameters.
       rng: seed of the initial values of parameters that the rules exclude; None is 0.
     """
-    rules = Rules() if cfg is None else cfg.rules
+    rules = RestoreRules() if cfg is None else cfg.rules
     _check_same(source, model, rules)
     abstract = {"target": layout.abstract.params}
     if cfg is not None and cfg.dtype is not None:
@@ -304,23 +304,23 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     else:
         if not functions:
             log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
-        rules = Rules(state_transformation_fns=functions, is_resuming=True)
+        rules = RestoreRules(state_transformation_fns=functions, is_resuming=True)
         tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
     return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
 
-def _same_names(found: Iterable[str], abstract: Any) -> bool:
+def _same_names(stored: Iterable[str], abstract: Any) -> bool:
     """Return whether our checkpoint's arrays have the network's names, so that it can be read shard by shard."""
-    wanted = checkpoints.tree.flatten(abstract)
-    sections = {tree.section(name) for name in wanted}
-    return {name for name in found if tree.section(name) in sections} == wanted.keys()
+    expected = checkpoints.tree.flatten(abstract)
+    sections = {tree.section(name) for name in expected}
+    return {name for name in stored if tree.section(name) in sections} == expected.keys()
 
 
-def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:
+def _check_same(source: Source, model: BaseTransformerModel, rules: RestoreRules) -> None:
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
-            if open_files(source.path).has(MODEL_FILE):  # a user's Checkpointer does not write it
+            if open_files(source.path).exists(MODEL_FILE):  # a user's Checkpointer does not write it
                 check_same_model(source.path, model, same_classes=False)
         elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
             raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
@@ -335,7 +335,10 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
 
     def compute(names: Collection[str]) -> dict[str, jax.Array]:
         key = jax.random.key(rng) if isinstance(rng, int) else rng
-        pick = lambda state: {n: x for n, x in checkpoints.tree.flatten(state.state_dict()).items() if n in set(names)}
+
+        def pick(state: TrainState) -> dict[str, Any]:
+            return {name: x for name, x in checkpoints.tree.flatten(state.state_dict()).items() if name in set(names)}
+
         fresh = layout.partitioner.partition(
             lambda rng: pick(layout.init(rng)),
             in_axis_resources=layout.partitioner.replicated,
@@ -348,7 +351,7 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
 
 def _position(source: Source) -> dict[str, Any] | None:
     """Return the data position of a run's checkpoint; None at the beginning."""
-    if source.format != "t5x" or not open_files(source.path).has(DATA_FILE):
+    if source.format != "t5x" or not open_files(source.path).exists(DATA_FILE):
         raise UserError(
             f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "
             "to read the data from its beginning."

@@ -3,11 +3,9 @@
 JAX's preemption service also handles SIGTERM in several processes; this one handles Ctrl-C as well.
 """
 
-import contextlib
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -17,9 +15,7 @@ from typing import Any
 import jax
 
 from t5x.partitioning import distributed
-
-# 75 is EX_TEMPFAIL: a scheduler may restart the run. SIGHUP: the terminal was closed.
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 129}
+from t5x.verbs.interrupts import EXIT_CODES, print_now
 
 _POLL_SECONDS = 0.5
 _numbers = itertools.count()
@@ -30,7 +26,7 @@ class Stopped(Exception):
 
     def __init__(self, signum: int, message: str):
         super().__init__(message)
-        self.exit_code = EXIT_CODES[signal.Signals(signum)]
+        self.exit_code = EXIT_CODES[signum]
 
 
 class Interrupted(Exception):
@@ -75,8 +71,8 @@ class StopRequest:
         # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             # Ignored signals stay ignored: a run under `nohup` must survive the end of its terminal.
-            ours = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
-            self._previous = {s: signal.signal(s, self._handle) for s in ours}
+            handled = [signum for signum in EXIT_CODES if signal.getsignal(signum) is not signal.SIG_IGN]
+            self._previous = {signum: signal.signal(signum, self._handle) for signum in handled}
         if self._common is not None:
             self._common.start()
         return self
@@ -89,14 +85,14 @@ class StopRequest:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.something_to_save:
-            _print(f"{signal.Signals(signum).name}: stopped before the first step; there was nothing to save")
-            os._exit(EXIT_CODES[signal.Signals(signum)])
+            print_now(f"{signal.Signals(signum).name}: stopped before the first step; there was nothing to save")
+            os._exit(EXIT_CODES[signum])
         if self.signum is not None and signum == signal.SIGINT:
-            _print("stopped at once; nothing was saved after the last checkpoint")
+            print_now("stopped at once; nothing was saved after the last checkpoint")
             os._exit(EXIT_CODES[signal.SIGINT])
         if self.signum is None:
             self.signum = signum
-            _print(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
+            print_now(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
             if self._common is not None:
                 self._common.signum = signum
 
@@ -151,9 +147,3 @@ class _CommonStop:
             with self._lock:
                 self._published = True
             self._last.set_exception(error)
-
-
-def _print(text: str) -> None:
-    """Write to standard error. A closed pipe (Ctrl-C also ends `tee` in `2>&1 | tee log`) must not prevent the save."""
-    with contextlib.suppress(OSError, ValueError):
-        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

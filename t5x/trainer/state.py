@@ -13,11 +13,11 @@ import numpy as np
 
 from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseModel
+from t5x.models.hooks import hooks_of
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import jsonl
 from t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState, split_variables
-from t5x.trainer.step import takes_mutables
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,10 @@ class StateLayout:
         return flax.core.unfreeze(self._init_fn(rng=rng, input_shapes=self.input_shapes, **types))
 
     def _log_undivided(self) -> None:
-        undivided = lambda x, axes: self.partitioner.undivided(x.shape, axes)
-        reasons = Counter(jax.tree.leaves(jax.tree.map(undivided, self.abstract.params, self.axes)))
+        undivided = jax.tree.map(
+            lambda x, axes: self.partitioner.undivided(x.shape, axes), self.abstract.params, self.axes
+        )
+        reasons = Counter(jax.tree.leaves(undivided))
         for reason, count in reasons.items():
             log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
 
@@ -112,12 +114,12 @@ class StateLayout:
         return jax.make_array_from_callback((), self.partitioner.replicated, lambda _: np.asarray(step, np.int32))
 
     def state(self, step: int, params: Tree, param_states: Tree, flax_mutables: Tree) -> TrainState:
-        """Return a state of this layout with the given arrays."""
+        """Return a state of this layout with these arrays."""
         state = {"step": self.step_array(step), "param_states": param_states}
         return self.abstract.restore_state({"target": params, "state": state, "flax_mutables": flax_mutables})
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
-        """Return a state with the given parameters and a fresh optimizer state."""
+        """Return a state with these parameters and a fresh optimizer state."""
         fresh = self.partitioner.partition(
             self._init_optimizer,
             in_axis_resources=(self.shardings.params,),
@@ -129,8 +131,12 @@ class StateLayout:
         """Return the initial `flax_mutables`, created on their devices."""
         if not self.abstract.flax_mutables:
             return {}
-        make = lambda: self._mutables(self._variables(jax.random.key(0)))
-        return self.partitioner.partition(make, in_axis_resources=(), out_axis_resources=self.shardings.flax_mutables)()
+        create = self.partitioner.partition(
+            lambda: self._mutables(self._variables(jax.random.key(0))),
+            in_axis_resources=(),
+            out_axis_resources=self.shardings.flax_mutables,
+        )
+        return create()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""
@@ -153,7 +159,7 @@ class StateLayout:
         """Return the other collections of the network, and the FP8 history of a model that is trained."""
         history = getattr(self.model, "initial_fp8_history", dict)
         history = history() if self._optimizer_def is not None else {}
-        others = split_variables(variables)[2] if self.model is not None and takes_mutables(self.model) else {}
+        others = split_variables(variables)[2] if self.model is not None and hooks_of(self.model).takes_mutables else {}
         return others | ({"fp8": history} if history else {})
 
 

@@ -1,6 +1,5 @@
 """One training step and one evaluation step: pure functions with T5X's names, for trainers of users."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -128,8 +127,9 @@ def _in_microbatches(
     if rows % count:
         raise UserError(f"trainer.Trainer.num_microbatches is {count}, which does not divide the batch size {rows}.")
     # Microbatch i takes every num_microbatches-th row, so that each device has rows in each microbatch.
-    split = lambda x: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
-    parts = {name: split(x) for name, x in batch.items()}
+    parts = {
+        name: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1) for name, x in batch.items()
+    }
     # A custom module keys dropout by position: each microbatch needs its own key.
     same = (count, *dropout_rng.shape)
     rngs = jnp.broadcast_to(dropout_rng, same) if one_key else jax.random.split(dropout_rng, count)
@@ -143,14 +143,9 @@ def _in_microbatches(
     # The loop starts from zeros, so that the gradient is compiled once.
     start = jax.tree.map(jnp.zeros_like, (params, scales)), mutables
     (grads, mutables), each = jax.lax.scan(add, start, (parts, rngs))
-    first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
-    metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
+    first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
+    metrics, _ = jax.lax.scan(lambda total, metrics: (merge(total, metrics), None), first, others)
     return grads, as_one_step(metrics), mutables
-
-
-def takes_mutables(model: Any) -> bool:
-    """Return whether `model.loss_fn` takes `flax_mutables`, as the fourth argument."""
-    return "flax_mutables" in inspect.signature(model.loss_fn).parameters
 
 
 def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> Metrics:

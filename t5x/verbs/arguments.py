@@ -93,14 +93,14 @@ def add_processes(parser: VerbParser) -> None:
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a run, if there are several, while the context is active."""
-    from t5x import run_identity, startup
-    from t5x.partitioning import consistency, multiprocess
+    from t5x import run_identity
+    from t5x.partitioning import consistency, multiprocess, process_setup
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     multiprocess.keep_stdout_clean()
     with multiprocess.run(**{name: getattr(args, name) for name in names}):
-        startup.name_process()
+        process_setup.name_process()
         consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield
 
@@ -112,6 +112,16 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
 
 def flags(names: Iterable[str]) -> str:
     return ", ".join(f"--{name}" for name in names)
+
+
+def refuse_gin(args: argparse.Namespace) -> None:
+    """Raise a UserError if options of gin files are passed with --model."""
+    names = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
+    if unused := [name for name in names if getattr(args, name)]:
+        raise UserError(
+            f"{flags(unused).replace('--gin_bindings', '--gin.…')} cannot be used with --model, which uses the "
+            "configuration in the checkpoint. Remove them, or name the checkpoint with --gin.CHECKPOINT_PATH instead."
+        )
 
 
 def add_import(parser: Any) -> None:

@@ -59,12 +59,12 @@ def cache_tasks(
     """
     from t5x.data import cache_writer
     from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
-    from t5x.verbs.text_page import Page
+    from t5x.verbs.text_page import TextPage
 
-    found = get_mixture_or_task(name)
+    task_or_mixture = get_mixture_or_task(name)
     for split in splits or ():
-        check_split(found, split)
-    tasks = get_subtasks(found)
+        check_split(task_or_mixture, split)
+    tasks = get_subtasks(task_or_mixture)
     reasons = {task.name: task.why_not_cached() for task in tasks}
     if len(refused := [reason for reason in reasons.values() if reason]) == len(reasons):
         raise UserError("\n".join(refused))
@@ -78,12 +78,12 @@ def cache_tasks(
         for split in task.splits:
             if splits and split not in splits:
                 continue
-            one = cache_writer.write(task, split, directory=output_dir, **options)
-            logger.info("%s is complete: %d of %d shard(s) written now", one.path, one.made, one.shards)
-            if one.bad:
-                logger.warning("skipped %d bad example(s) of task %s, split %s", one.bad, task.name, split)
-            numbers = (f"{one.examples:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.seconds:.1f}")
+            cache = cache_writer.write(task, split, directory=output_dir, **options)
+            logger.info("%s is complete: %d of %d shard(s) written now", cache.path, cache.made, cache.shards)
+            if cache.bad:
+                logger.warning("skipped %d bad example(s) of task %s, split %s", cache.bad, task.name, split)
+            numbers = (f"{cache.examples:,}", f"{cache.tokens:,}", f"{cache.bytes:,}", f"{cache.seconds:.1f}")
             rows.append((f"{task.name} {split}", *numbers))
-    Page(width=200).table(("task split", "examples", "tokens", "bytes", "seconds"), rows)
+    TextPage(width=200).table(("task split", "examples", "tokens", "bytes", "seconds"), rows)
     if output_dir is not None:
         logger.info("To use it, set T5X_TASK_CACHES=%s", output_dir)

@@ -1,7 +1,9 @@
 """`t5x check`: report what is wrong with gin files, and run nothing."""
 
 import argparse
+import pkgutil
 
+from t5x.verbs import GIN_ENTRY_POINTS
 from t5x.verbs.arguments import add_gin, parse_gin
 from t5x.verbs.verb_parser import VerbParser
 
@@ -22,14 +24,9 @@ def define(parser: VerbParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from t5x import configuration
-    from t5x.eval import evaluate
-    from t5x.export_lib import save
-    from t5x.infer import infer
-    from t5x.precompile import precompile
-    from t5x.train import train
 
     args.gin_file = [*args.files, *args.gin_file]
-    parse_gin(args, [train, evaluate, infer, precompile, save])
+    parse_gin(args, [pkgutil.resolve_name(name) for name in GIN_ENTRY_POINTS.values()])
     entries = configuration.entry_points_in_use()
     for entry in entries:
         configuration.check(entry, strict=args.strict)

@@ -12,7 +12,7 @@ from t5x.verbs import file_options
 from t5x.verbs.arguments import add_import, flags, import_modules
 from t5x.verbs.file_options import FileReport
 from t5x.verbs.interrupts import work_begins
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.verb_parser import VerbParser, passed_options
 
 if TYPE_CHECKING:
     from t5x.data.tasks import Task
@@ -41,9 +41,9 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from t5x.data.tasks import get_mixture_or_task
     from t5x.verbs.data_report import DataReport
-    from t5x.verbs.text_page import Page
+    from t5x.verbs.text_page import TextPage
 
-    options = file_options.given(args, FileReport)
+    options = passed_options(args, FileReport)
     if (args.name is None) == ("data" not in options):
         raise UserError(
             "Pass a task, `t5x data my_task --import my_tasks.py`, or a file, `t5x data --data train.jsonl`."
@@ -55,16 +55,16 @@ def run(args: argparse.Namespace) -> None:
     import_modules(args)
     work_begins()
     if args.name:
-        found = get_mixture_or_task(args.name)
+        task = get_mixture_or_task(args.name)
     else:
-        found, of_options = _file_task(FileReport(**options), args.split)
-        lengths = lengths or of_options
+        task, training_lengths = _file_task(FileReport(**options), args.split)
+        lengths = lengths or training_lengths
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     is_terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((80, 24)).columns, 120) if is_terminal else 80
-    page = Page(width, bold=is_terminal and "NO_COLOR" not in os.environ)
-    DataReport(page, found, split=args.split, lengths=lengths, pack=args.pack, seed=args.seed).write(args.n)
+    page = TextPage(width, bold=is_terminal and "NO_COLOR" not in os.environ)
+    DataReport(page, task, split=args.split, lengths=lengths, pack=args.pack, seed=args.seed).write(args.n)
 
 
 def _file_task(options: FileReport, split: str) -> "tuple[Task, dict[str, int] | None]":

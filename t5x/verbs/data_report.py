@@ -19,7 +19,7 @@ from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.verbs.text_page import Page
+from t5x.verbs.text_page import TextPage
 
 _T5_LENGTHS = {"inputs": 512, "targets": 114}  # for tasks that need lengths
 _SEGMENTS = "123456789abcdefghijklmnopqrstuvwxyz"
@@ -34,7 +34,7 @@ class DataReport:
 
     Args:
       page: where it is written.
-      found: the task or mixture.
+      task: the task or mixture.
       split: split of the task.
       lengths: {feature: tokens}, as for training; None truncates nothing.
       pack: show a packed row.
@@ -43,30 +43,30 @@ class DataReport:
 
     def __init__(
         self,
-        page: Page,
-        found: Task | Mixture,
+        page: TextPage,
+        task: Task | Mixture,
         *,
         split: str = "train",
         lengths: Mapping[str, int] | None = None,
         pack: bool = False,
         seed: int = 0,
     ):
-        self._page, self._found, self._split, self._lengths = page, found, split, lengths
+        self._page, self._whole, self._split, self._lengths = page, task, split, lengths
         self._pack, self._seed = pack, seed
-        check_split(found, split)
-        self._rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
-        self._tasks = [task for task in get_subtasks(found) if split in task.splits]
+        check_split(task, split)
+        self._rates = {part: rate for part, rate in task_rates(task).items() if split in part.splits}
+        self._tasks = [part for part in get_subtasks(task) if split in part.splits]
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        features, wanted = self._found.output_features, self._converter(pack=False).TASK_FEATURES
+        features, required = self._whole.output_features, self._converter(pack=False).TASK_FEATURES
         if self._lengths is None:
             return
         if unknown := [name for name in self._lengths if name not in features]:
             raise UserError(
-                f"--lengths: {self._found.name!r} has no feature {unknown[0]!r} (features: {', '.join(features)})."
+                f"--lengths: {self._whole.name!r} has no feature {unknown[0]!r} (features: {', '.join(features)})."
             )
-        if missing := [name for name in wanted if name not in self._lengths]:
+        if missing := [name for name in required if name not in self._lengths]:
             raise UserError(f"--lengths: the length of {', '.join(missing)} is missing. Pass all lengths or none.")
 
     def write(self, count: int, *, sample: int = 2000, seconds: float = 10.0) -> None:
@@ -79,9 +79,9 @@ class DataReport:
         pipelines = self._open_pipelines()
         self._write_overview()
         for number in range(count):
-            at = number % len(pipelines)
-            self._write_example(self._tasks[at], pipelines[at], number // len(pipelines))
-        if deep := [name for name, feature in self._found.output_features.items() if feature.rank > 1]:
+            count_before, index = divmod(number, len(pipelines))
+            self._write_example(self._tasks[index], pipelines[index], count_before)
+        if deep := [name for name, feature in self._whole.output_features.items() if feature.rank > 1]:
             self._page.line()
             self._page.line(f"rows and lengths are not measured: {', '.join(deep)} has more than one dimension")
         else:
@@ -99,26 +99,26 @@ class DataReport:
                 raise error from None
         self._lengths = _T5_LENGTHS
         used = ",".join(f"{name}={length}" for name, length in _T5_LENGTHS.items())
-        self._page.line(f"{self._found.name} needs --lengths; using {used}")
+        self._page.line(f"{self._whole.name} needs --lengths; using {used}")
         return pipelines
 
     def _converter(self, pack: bool) -> FeatureConverter:
-        kind = EncDecFeatureConverter if "inputs" in self._found.output_features else DecoderFeatureConverter
+        kind = EncDecFeatureConverter if "inputs" in self._whole.output_features else DecoderFeatureConverter
         return kind(pack=pack)
 
     def _write_overview(self) -> None:
-        found, split = self._found, self._split
-        kind = "mixture" if isinstance(found, Mixture) else "task"
+        whole, split = self._whole, self._split
+        kind = "mixture" if isinstance(whole, Mixture) else "task"
         sizes = {task: task.num_input_examples(split) for task in self._tasks}
-        others = [other for other in found.splits if other != split]
+        others = [name for name in whole.splits if name != split]
         also = f" (other splits: {', '.join(others)})" if others else ""
-        self._page.line(f"{kind} {found.name}, split {split}: {sum(sizes.values()):,} source examples{also}", bold=True)
+        self._page.line(f"{kind} {whole.name}, split {split}: {sum(sizes.values()):,} source examples{also}", bold=True)
         shared: dict[Vocabulary, list[str]] = {}
-        for name, feature in found.output_features.items():
+        for name, feature in whole.output_features.items():
             shared.setdefault(feature.vocabulary, []).append(name)
         for vocabulary, names in shared.items():
             self._page.line(f"  {', '.join(names)}: {vocabulary.vocab_size:,} ids, {vocabulary}")
-        if isinstance(found, Mixture):
+        if isinstance(whole, Mixture):
             total = sum(self._rates.values())
             rows = [
                 (task.name, f"{sizes[task]:,}", f"{rate:,.4g}", f"{100 * rate / total:.2f} %")
@@ -204,7 +204,7 @@ class DataReport:
         used = [whole or trimmed for whole, trimmed in zip(untrimmed, pipelines, strict=True)]
         examples, description = sample_examples(used, rates, self._seed, count, seconds)
         if not examples:
-            raise UserError(f"No example of {self._found.name!r} was found in {seconds:g} s: {description}.")
+            raise UserError(f"No example of {self._whole.name!r} was found in {seconds:g} s: {description}.")
         converter = self._converter(pack=True)
         room = lengths or measure_lengths(examples, converter.TASK_FEATURES)
         rows = list(packed_rows(converter, examples, room))
@@ -217,7 +217,7 @@ class DataReport:
 
         page.section(f"lengths of {count_examples(len(examples))}")
         page.wrapped(description)
-        for name in self._found.output_features:
+        for name in self._whole.output_features:
             numbers = np.asarray([len(example[name]) for example in examples if name in example])
             if numbers.size:
                 self._write_lengths(name, numbers, (lengths or {}).get(name))
@@ -376,7 +376,10 @@ def token_names(vocabulary: Any, ids: Sequence[int]) -> list[str]:
     name = getattr(tokenizer, "id_to_piece", None) or getattr(tokenizer, "id_to_token", None)
     if name is None:
         special = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-        name = lambda i: special.get(i) or _character(vocabulary, i)
+
+        def name(i: int) -> str:
+            return special.get(i) or _character(vocabulary, i)
+
     size = vocabulary.vocab_size
     return [name(i) or f"<{i}>" if 0 <= i < size else f"<{i}: not in the vocabulary>" for i in ids]
 

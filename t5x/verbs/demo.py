@@ -22,8 +22,9 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Train, resume or reuse the demo in --model_dir, and print some of its answers."""
     from t5x import configuration, startup
+    from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     import gin
 
     from t5x import checkpoints

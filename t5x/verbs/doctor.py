@@ -1,4 +1,4 @@
-"""`t5x doctor`: its arguments, the order of the checks, and their output."""
+"""The verb `t5x doctor`: its arguments, the order of the checks, and their output."""
 
 import argparse
 import importlib
@@ -44,17 +44,17 @@ def run(args: argparse.Namespace) -> None:
     if unknown := [topic for topic in args.topics if topic not in _TOPICS]:
         raise UserError(f"`t5x doctor` has no topic {unknown[0]!r}; topics: {', '.join(_TOPICS)}.")
     work_begins()
-    found: list[dict[str, str]] = []
+    reported: list[dict[str, str]] = []
     for topic in args.topics or _TOPICS:
         if not args.json:
             print(topic, flush=True)
         for finding in _findings(topic, args):
-            found.append({"topic": topic, **finding._asdict()})
+            reported.append({"topic": topic, **finding._asdict()})
             if not args.json:
                 print(_text(finding), flush=True)
-    counts = {status: sum(one["status"] == status for one in found) for status in ("ok", "warning", "error")}
+    counts = {status: sum(finding["status"] == status for finding in reported) for status in ("ok", "warning", "error")}
     if args.json:
-        print(json.dumps({"ready": not counts["error"], **counts, "findings": found}), flush=True)
+        print(json.dumps({"ready": not counts["error"], **counts, "findings": reported}), flush=True)
     summary = f"{counts['error']} error(s), {counts['warning']} warning(s)"
     if counts["error"]:
         raise NotReady(f"This machine is not ready: {summary}.")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _findings(topic: str, args: argparse.Namespace) -> Iterator["Finding"]:
-    """Run the checks of a topic; one that fails is a finding too."""
+    """Run the checks of a topic. A check that raises becomes a finding."""
     from t5x.doctor import findings
 
     try:

@@ -5,10 +5,10 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, flags, run_gin
+from t5x.verbs.arguments import add_gin, flags, refuse_gin, run_gin
 from t5x.verbs.file_options import FileEvaluation
 from t5x.verbs.job_options import job_process
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.verb_parser import VerbParser, passed_options
 
 _FROM_FILE = "--model runs/mine --data test.tsv"
 _FROM_GIN = (
@@ -32,8 +32,8 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if given := file_options.given(args, FileEvaluation):
-        results = _eval_file(args, given)
+    if options := passed_options(args, FileEvaluation):
+        results = _eval_file(args, options)
     else:
         from t5x.eval import evaluate
 
@@ -48,14 +48,12 @@ def run(args: argparse.Namespace) -> None:
         print_results(results, as_json=args.json)
 
 
-def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
-    if missing := [name for name in ("model", "data") if name not in given]:
-        raise UserError(f"{flags(given)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
-    gin = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
-    if unused := [name for name in gin if getattr(args, name)]:
-        raise UserError(f"--model cannot be combined with {flags(unused)}: these are for gin files.")
+def _eval_file(args: argparse.Namespace, options: dict[str, Any]) -> Any:
+    if missing := [name for name in ("model", "data") if name not in options]:
+        raise UserError(f"{flags(options)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
+    refuse_gin(args)
     with job_process(args):
         from t5x.verbs.eval_from_files import evaluate_file
 
-        command = file_options.command("eval", {"model": given["model"], **given})
-        return evaluate_file(FileEvaluation(**given), command=command)
+        command = file_options.command("eval", {"model": options["model"], **options})
+        return evaluate_file(FileEvaluation(**options), command=command)

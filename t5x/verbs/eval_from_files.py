@@ -15,7 +15,7 @@ from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.eval import evaluate, wait_for_checkpoint
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.user_files import absolute_path
 from t5x.inference.loaded import open_model
 from t5x.inference.options import Decoding
@@ -52,10 +52,10 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     files = {SPLIT: absolute_path(run.data)}
     data = run.description(source.data, source.path)
     task = file_task(files, vocabulary, data.inputs, data.targets, data.prefix, metrics, TASK, data.columns)
-    found = check_examples(task, SPLIT, data, skip_bad_examples=run.skip_bad_examples)
-    _check_names(task, found.first["targets"])
+    checked = check_examples(task, SPLIT, data, skip_bad_examples=run.skip_bad_examples)
+    _check_names(task, checked.first["targets"])
     lengths = {
-        "inputs": min(round_up_length(found.longest["inputs"]), data.max_input_length),
+        "inputs": min(round_up_length(checked.longest["inputs"]), data.max_input_length),
         "targets": data.max_target_length,
     }
 
@@ -63,8 +63,8 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     model = copy.copy(model)
     model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, data.max_target_length)
     model.default_decoder_params = {"num_decodes": run.beams}
-    how = f"{run.beams} beams" if run.beams > 1 else "greedy"
-    log.info("decoding: %s, at most %d tokens", how, data.max_target_length)
+    method = f"{run.beams} beams" if run.beams > 1 else "greedy"
+    log.info("decoding: %s, at most %d tokens", method, data.max_target_length)
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as closing:
@@ -94,13 +94,13 @@ def _check_names(task: Task, target: str) -> None:
     names: dict[str, str] = {}
     for metric in task.metric_fns:
         try:
-            found = metric([target], [target])
+            values = metric([target], [target])
         except UserError:  # it needs more than one example
             continue
-        for name in found:
-            if other := names.get(name):
+        for name in values:
+            if earlier := names.get(name):
                 raise UserError(
-                    f"The metrics {other} and {metric.__name__} both report {name!r}. Pass only one of them."
+                    f"The metrics {earlier} and {metric.__name__} both report {name!r}. Pass only one of them."
                 )
             names[name] = metric.__name__
 

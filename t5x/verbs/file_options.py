@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError, check_at_least
-from t5x.verbs.arguments import DTYPE, flags, given_options
+from t5x.verbs.arguments import DTYPE, flags
+from t5x.verbs.verb_parser import add_options, flag, option, passed_options
 
 if TYPE_CHECKING:
     from t5x.data.data_description import DataDescription
@@ -21,36 +22,21 @@ COMMAND_FILE = "command.txt"
 OPTIMIZERS = ("adafactor", "adam", "adamw", "lamb", "lion", "muon", "radam", "sgd")
 
 
-def _option(metavar: str, help_: str, default: Any = None, also: Sequence[str] = ()) -> Any:
-    """Return a field with its argparse settings; `also` are further names of the option."""
-    settings = {"metavar": metavar, "help": help_, "type": {"N": int, "X": float}.get(metavar, str), "also": also}
-    return dataclasses.field(default=default, metadata=settings)
-
-
-def _flag(help_: str) -> Any:
-    return dataclasses.field(default=False, metadata={"action": "store_true", "help": help_})
-
-
 @dataclasses.dataclass(kw_only=True)
 class DataOptions:
     """The options that say how a file is read. A checkpoint stores those of the run that wrote it."""
 
-    inputs: str | None = _option("FIELD", "field with the inputs, or a template: 'premise: {s1} rest: {s2}' (inputs)")
-    targets: str | None = _option("FIELD", "field with the targets, or a template (targets)")
-    prefix: str | None = _option("TEXT", "put before every input, unchanged")
-    columns: Sequence[str] | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "A,B",
-            "type": lambda text: text.split(","),
-            "help": "names of the columns of a file without a header",
-        },
+    inputs: str | None = option("FIELD", "field with the inputs, or a template: 'premise: {s1} rest: {s2}' (inputs)")
+    targets: str | None = option("FIELD", "field with the targets, or a template (targets)")
+    prefix: str | None = option("TEXT", "put before every input, unchanged")
+    columns: Sequence[str] | None = option(
+        "A,B", "names of the columns of a file without a header", type=lambda text: text.split(",")
     )
-    max_input_length: int | None = _option("N", "tokens of an input; longer ones are truncated (512)")
-    max_target_length: int | None = _option(
+    max_input_length: int | None = option("N", "tokens of an input; longer ones are truncated (512)")
+    max_target_length: int | None = option(
         "N", "tokens of a target; longer ones are truncated, and no more are generated (128)", also=("--max_length",)
     )
-    vocabulary: str | None = _option("FILE", "spiece.model, tokenizer.json, or bytes (default: the checkpoint's)")
+    vocabulary: str | None = option("FILE", "spiece.model, tokenizer.json, or bytes (default: the checkpoint's)")
 
     def description(self, stored: Any = None, where: str = "") -> "DataDescription":
         """Return how the file is read: as given, else as `stored` in a checkpoint, else by default.
@@ -71,14 +57,14 @@ class DataOptions:
 class FileOptions(DataOptions):
     """The options that describe a data file."""
 
-    data: str = _option("FILE", ".jsonl, .tsv, .csv or .parquet; also compressed", _REQUIRED)
+    data: str = option("FILE", ".jsonl, .tsv, .csv or .parquet; also compressed", _REQUIRED)
 
 
 @dataclasses.dataclass(kw_only=True)
 class FileReport(FileOptions):
     """The options of `t5x data --data`."""
 
-    model: str | None = _option("CHECKPOINT", "a model whose vocabulary and options are used")
+    model: str | None = option("CHECKPOINT", "a model whose vocabulary and options are used")
 
     def __post_init__(self):
         self.check_positive("max_input_length", "max_target_length")
@@ -91,25 +77,23 @@ class FileTraining(FileOptions):
     Steps are counted from the start of this run, whatever the model's own step. The learning rate is constant.
     """
 
-    valid: str | None = _option("FILE", "held-out file, whose loss and metric are reported")
-    model: str | None = _option("CHECKPOINT", "fine-tune it; any format that `t5x inspect` reads")
-    size: str | None = _option("SIZE", "or train from scratch: small, base, large, xl, xxl")
-    family: str = _option("FAMILY", "of --size: t5_1_1 (default), t5_1_0, mt5, byt5", "t5_1_1")
-    model_dir: str = _option("DIR", "directory of the run, where it resumes", _REQUIRED)
-    steps: int = _option("N", "training steps, counted from the start of this run", _REQUIRED)
-    batch_size: int = _option("N", "examples per step (32)", 32)
-    optimizer: str = dataclasses.field(
-        default="adafactor", metadata={"choices": OPTIMIZERS, "help": "default: adafactor", "metavar": "NAME"}
-    )
-    learning_rate: float | None = _option("X", "constant (0.001; from scratch 0.01)")
-    eval_every: int = _option("N", "steps between evaluations (1000)", 1000)
-    save_every: int = _option("N", "steps between checkpoints (1000); keeps 3", 1000)
-    metric: str = _option(
+    valid: str | None = option("FILE", "held-out file, whose loss and metric are reported")
+    model: str | None = option("CHECKPOINT", "fine-tune it; any format that `t5x inspect` reads")
+    size: str | None = option("SIZE", "or train from scratch: small, base, large, xl, xxl")
+    family: str = option("FAMILY", "of --size: t5_1_1 (default), t5_1_0, mt5, byt5", "t5_1_1")
+    model_dir: str = option("DIR", "directory of the run, where it resumes", _REQUIRED)
+    steps: int = option("N", "training steps, counted from the start of this run", _REQUIRED)
+    batch_size: int = option("N", "examples per step (32)", 32)
+    optimizer: str = option("NAME", "default: adafactor", "adafactor", choices=OPTIMIZERS)
+    learning_rate: float | None = option("X", "constant (0.001; from scratch 0.01)")
+    eval_every: int = option("N", "steps between evaluations (1000)", 1000)
+    save_every: int = option("N", "steps between checkpoints (1000); keeps 3", 1000)
+    metric: str = option(
         "NAME", "exact_match (default), accuracy, … of t5x.metrics, your own module:function, or none", "exact_match"
     )
-    seed: int = _option("N", "seed of initial parameters, data order and dropout (0)", 0)
+    seed: int = option("N", "seed of initial parameters, data order and dropout (0)", 0)
     dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
-    skip_bad_examples: bool = _flag("skip lines that cannot be read")
+    skip_bad_examples: bool = flag("skip lines that cannot be read")
 
     def __post_init__(self):
         self.check_positive("steps", "batch_size", "max_input_length", "max_target_length", "eval_every", "save_every")
@@ -127,22 +111,20 @@ class FileTraining(FileOptions):
 class FileEvaluation(FileOptions):
     """The options of `t5x eval --model`."""
 
-    model: str = _option("DIR", "a checkpoint of any format, or a MODEL_DIR, whose newest is used", _REQUIRED)
-    all: bool = _flag("evaluate every checkpoint of the MODEL_DIR")
-    wait_until_step: int | None = _option("N", "with --all: wait for new checkpoints, until one of step N")
-    metric: Sequence[str] = dataclasses.field(
-        default=("exact_match",),
-        metadata={
-            "action": "append",
-            "metavar": "NAME",
-            "help": "bleu, chrf, rouge, squad, … of t5x.metrics, or module:function; may be repeated (exact_match)",
-        },
+    model: str = option("DIR", "a checkpoint of any format, or a MODEL_DIR, whose newest is used", _REQUIRED)
+    all: bool = flag("evaluate every checkpoint of the MODEL_DIR")
+    wait_until_step: int | None = option("N", "with --all: wait for new checkpoints, until one of step N")
+    metric: Sequence[str] = option(
+        "NAME",
+        "bleu, chrf, rouge, squad, … of t5x.metrics, or module:function; may be repeated (exact_match)",
+        ("exact_match",),
+        action="append",
     )
-    beams: int = _option("N", "beam size (1, greedy)", 1)
-    batch_size: int = _option("N", "examples per batch (32)", 32)
+    beams: int = option("N", "beam size (1, greedy)", 1)
+    batch_size: int = option("N", "examples per batch (32)", 32)
     dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
-    output: str | None = _option("DIR", "directory for predictions and metrics (default: only print the metrics)")
-    skip_bad_examples: bool = _flag("skip lines that cannot be read")
+    output: str | None = option("DIR", "directory for predictions and metrics (default: only print the metrics)")
+    skip_bad_examples: bool = flag("skip lines that cannot be read")
 
     def __post_init__(self):
         self.check_positive("beams", "max_target_length", "max_input_length", "batch_size")
@@ -150,29 +132,19 @@ class FileEvaluation(FileOptions):
             raise UserError("--wait_until_step follows the checkpoints of a run: add --all.")
 
 
-def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> Any:
-    """Add a group with these options, and return it."""
-    group = parser.add_argument_group(title)
-    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in ("data", "model", "valid")):
-        settings = dict(field.metadata)
-        names = [f"--{field.name}", *settings.pop("also", ())]
-        group.add_argument(*names, dest=field.name, default=None, **settings)
-    return group
-
-
-def given(args: argparse.Namespace, options: type[DataOptions]) -> dict[str, Any]:
-    """Return those of the options that were given."""
-    return given_options(args, [field.name for field in dataclasses.fields(options)])
+def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> None:
+    """Add a group with these options."""
+    add_options(parser.add_argument_group(title), options, first=("data", "model", "valid"))
 
 
 def check(args: argparse.Namespace) -> FileTraining:
     """Return the options of `t5x train --data`. Raise a UserError if they are incomplete or mixed with gin files."""
-    options = given(args, FileTraining)
+    options = passed_options(args, FileTraining)
     if "data" not in options:
         raise UserError(f"{flags(options)} needs --data. A run with gin files sets gin parameters instead.")
     if args.gin_file or args.modules:
-        other = "--gin_file" if args.gin_file else "--import"
-        raise UserError(f"--data cannot be combined with {other}. Single gin values (--gin.NAME=VALUE) are possible.")
+        refused = "--gin_file" if args.gin_file else "--import"
+        raise UserError(f"--data cannot be combined with {refused}. Single gin values (--gin.NAME=VALUE) are possible.")
     if missing := [name for name in ("model_dir", "steps") if name not in options]:
         raise UserError(f"--data needs {flags(missing)}, for example --model_dir runs/my_run --steps 1000.")
     return FileTraining(**options)
@@ -186,10 +158,10 @@ def write_command(directory: str, command: str) -> None:
 
 
 def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ()) -> str:
-    """Return the command line with the given options, quoted for a shell."""
+    """Return the command line with these options, quoted for a shell."""
     words = ["t5x", verb]
     for name, value in options.items():
         value = ",".join(value) if name == "columns" else value
-        for one in value if isinstance(value, list) else [value]:
-            words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
+        for item in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if item is True else [f"--{name}", str(item)]
     return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in bindings)])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5x import configuration, gin_utils, startup
+from t5x._runtime.version import PACKAGE
 from t5x.data.data_description import DataDescription, field_names
 from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.sources import BadExample
@@ -86,7 +87,9 @@ def train_file(
         log.info("no --valid: nothing is evaluated")
 
     # --- Configure the run with gin -----------------------------------------------------------------------------------
-    startup.enable_compilation_cache()
+    from t5x.partitioning import process_setup
+
+    process_setup.enable_compilation_cache()
     with processes or contextlib.nullcontext():
         from t5x.partitioning import consistency, distributed
         from t5x.train import train
@@ -128,7 +131,7 @@ write_down = write_configuration  # its name in config.gin files of earlier vers
 
 def _from_scratch(options: FileTraining) -> tuple[str, list[str], NamedVocabulary]:
     """Return the gin file of a new model, its bindings and its vocabulary."""
-    directory = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples", "t5")
+    directory = os.path.join(PACKAGE, "examples", "t5")
     families = sorted(os.path.basename(os.path.dirname(path)) for path in glob.glob(f"{directory}/*/base.gin"))
     if options.family not in families:
         raise UserError(f"--family {options.family} does not exist. Choose one of {', '.join(families)}.")
@@ -184,8 +187,8 @@ def _vocabulary_of(source: "Source") -> NamedVocabulary:
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files.")
     if source.format == "t5x":
         return NamedVocabulary("load_vocabulary", {"directory": os.path.join(source.path, "vocabulary", "inputs")})
-    described = json.loads(source.vocabulary_files["inputs"]["vocabulary.json"])  # written by our reader
-    arguments = {name: value for name, value in described.items() if value not in (None, {})}
+    description = json.loads(source.vocabulary_files["inputs"]["vocabulary.json"])  # written by our reader
+    arguments = {name: value for name, value in description.items() if value not in (None, {})}
     function = arguments.pop("class")
     if function == "SentencePieceVocabulary":
         arguments["sentencepiece_model_file"] = os.path.join(source.path, "spiece.model")
@@ -237,14 +240,14 @@ def _run_bindings(options: FileTraining, data: DataDescription, task_arguments: 
 def _check_steps(options: FileTraining) -> None:
     """Raise a UserError if the run in MODEL_DIR is already beyond --steps."""
     from t5x.checkpoints import CheckpointStore
-    from t5x.trainer.restore import Run
+    from t5x.trainer.restore import RunState
 
     store = CheckpointStore(options.model_dir)
     reached = store.newest_step()
     if reached is None:
         return
     try:
-        done = reached - Run.of(store.path(reached)).first_step
+        done = reached - RunState.of(store.path(reached)).first_step
     except UserError:  # reported when the run starts
         return
     if done > options.steps:
@@ -274,7 +277,7 @@ def _next_steps(options: FileTraining, task: Task, step: int) -> str:
 
 def _results(model_dir: str, step: int) -> list[str]:
     """Return the metrics of the last evaluation, read from the files of the run."""
-    from t5x.files.directories import open_directory
+    from t5x.files.directory import open_directory
     from t5x.telemetry.metric_writer import METRICS_FILE
 
     def last(*path: str) -> dict[str, Any]:

@@ -1,16 +1,44 @@
 """`t5x infer`: its arguments and the call of its entry point."""
 
 import argparse
+import dataclasses
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import DTYPE, add_gin, flags, given_options, run_gin
+from t5x.verbs.arguments import DTYPE, add_gin, flags, given_options, refuse_gin, run_gin
 from t5x.verbs.file_options import DataOptions
-from t5x.verbs.job_options import add_batches, add_output, add_shards, job_process
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.job_options import JOB_OPTIONS, SHARD_OPTIONS, add_batches, add_output, add_shards, job_process
+from t5x.verbs.verb_parser import VerbParser, add_options, choice, flag, option, passed_options
 
 _FROM_FILE = "--model runs/demo --input -"
 _FROM_GIN = "--gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=runs/mine"
+
+
+@dataclasses.dataclass(kw_only=True)
+class FileInference:
+    """What `t5x infer --model` computes."""
+
+    mode: str | None = choice(("predict", "score"), 'score: of given "targets" (default: predict)')
+    long: str | None = choice(("truncate", "error"), "truncate longer inputs (default), or refuse them")
+    output_ids: bool = flag("also write prediction_tokens")
+    dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
+
+
+@dataclasses.dataclass(kw_only=True)
+class DecodingOptions:
+    """How `t5x infer --model` generates."""
+
+    beams: int | None = option("N", "beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6")
+    length_penalty: float | None = option("X", "divide beam scores by length ** X, as Hugging Face does")
+    num_return: int | None = option("N", "maximum results per input, best first (1)")
+    temperature: float | None = option("X", "sample with this temperature")
+    top_k: int | None = option("N", "sample from the N most probable tokens")
+    top_p: float | None = option("X", "sample from the most probable tokens of total probability X")
+    seed: int | None = option("N", "seed of samples (0)")
+    min_length: int | None = option("N", "minimum generated tokens, below --max_length")
+    no_repeat_ngram: int | None = option("N", "never repeat N consecutive tokens")
+    repetition_penalty: float | None = option("X", "above 1: fewer repeated tokens")
+    choices: str | None = option("FILE", "the only possible outputs, one per line")
 
 
 def define(parser: VerbParser) -> None:
@@ -21,31 +49,10 @@ def define(parser: VerbParser) -> None:
         help="text (an input per line), .jsonl, .tsv, .csv or .parquet; - is standard input",
     )  # fmt: skip
     add_output(file, "JSON lines")
-    file.add_argument("--mode", choices=("predict", "score"), help='score: of given "targets" (default: predict)')
-    file.add_argument("--long", choices=("truncate", "error"), help="truncate longer inputs (default), or refuse them")
+    add_options(file, FileInference)
     add_batches(file, "inputs", checkpoint_period=16)
-    file.add_argument("--output_ids", action="store_true", default=None, help="also write prediction_tokens")
-    file.add_argument("--dtype", **DTYPE)
     file_options.add(parser, "how the file is read (default: as the model was trained)", DataOptions)
-    decoding = parser.add_topic("decoding", "decoding, with --model", "Greedy by default.")
-    decoding.add_argument(
-        "--beams", type=int, metavar="N",
-        help="beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6",
-    )  # fmt: skip
-    decoding.add_argument(
-        "--length_penalty", type=float, metavar="X", help="divide beam scores by length ** X, as Hugging Face does"
-    )
-    decoding.add_argument("--num_return", type=int, metavar="N", help="maximum results per input, best first (1)")
-    decoding.add_argument("--temperature", type=float, metavar="X", help="sample with this temperature")
-    decoding.add_argument("--top_k", type=int, metavar="N", help="sample from the N most probable tokens")
-    decoding.add_argument(
-        "--top_p", type=float, metavar="X", help="sample from the most probable tokens of total probability X"
-    )
-    decoding.add_argument("--seed", type=int, metavar="N", help="seed of samples (0)")
-    decoding.add_argument("--min_length", type=int, metavar="N", help="minimum generated tokens, below --max_length")
-    decoding.add_argument("--no_repeat_ngram", type=int, metavar="N", help="never repeat N consecutive tokens")
-    decoding.add_argument("--repetition_penalty", type=float, metavar="X", help="above 1: fewer repeated tokens")
-    decoding.add_argument("--choices", metavar="FILE", help="the only possible outputs, one per line")
+    add_options(parser.add_topic("decoding", "decoding, with --model", "Greedy by default."), DecodingOptions)
     add_shards(parser)
     add_gin(parser)
     parser.set_help(
@@ -59,38 +66,22 @@ def define(parser: VerbParser) -> None:
     )
 
 
-_FILE_OPTIONS = (
-    "output", "mode", "long", "batch_size", "checkpoint_period", "output_ids", "overwrite", "dtype",
-    "beams", "length_penalty", "num_return", "temperature", "top_k", "top_p",
-    "seed", "min_length", "no_repeat_ngram", "repetition_penalty", "choices",
-)  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> None:
-    options = given_options(args, _FILE_OPTIONS) | file_options.given(args, DataOptions)
+    options = given_options(args, JOB_OPTIONS) | passed_options(args, FileInference, DataOptions, DecodingOptions)
     if "max_target_length" in options:
         options["max_length"] = options.pop("max_target_length")
-    shard = given_options(args, ("num_shards", "shard_id"))
+    shard = given_options(args, SHARD_OPTIONS)
     if args.model is None:
-        if given := [*given_options(args, ("input",)), *options]:
+        if unused := [*given_options(args, ("input",)), *options]:
             raise UserError(
-                f"{flags(given)} can only be used with --model; with gin files, bind parameters (infer_script.infer)."
+                f"{flags(unused)} can only be used with --model; with gin files, bind parameters (infer_script.infer)."
             )
         from t5x.infer import infer
 
         if args.gin_file or args.gin_bindings:
             args.gin_bindings += [f"infer.{name} = {value}" for name, value in shard.items()]
         return run_gin(args, infer, (_FROM_FILE, _FROM_GIN))
-    if args.gin_file or args.gin_bindings or args.dry_run:
-        raise UserError(
-            "--gin_file, --gin.… and --dry_run cannot be used with --model, which uses the configuration in the "
-            "checkpoint. Remove them, or remove --model and name the checkpoint with --gin.CHECKPOINT_PATH."
-        )
-    if args.tfds_data_dir or args.seqio_additional_cache_dirs:
-        raise UserError(
-            "--tfds_data_dir and --seqio_additional_cache_dirs cannot be used with --model, which reads "
-            "--input. They are for tasks in gin files."
-        )
+    refuse_gin(args)
     if args.input is None:
         raise UserError("--model needs --input: a file (text, .jsonl, .tsv, .csv, .parquet), or - for standard input.")
     if "choices" in options:

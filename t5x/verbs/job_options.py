@@ -9,6 +9,8 @@ from t5x.verbs.arguments import import_modules, processes
 from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
+JOB_OPTIONS, SHARD_OPTIONS = ("output", "overwrite", "batch_size", "checkpoint_period"), ("num_shards", "shard_id")
+
 
 def add_output(group: Any, content: str) -> None:
     group.add_argument("--output", metavar="FILE", help=f"{content}; - is standard output (default)")

@@ -1,4 +1,4 @@
-"""`t5x launch`: its engines, and the check of the command that they start."""
+"""The verb `t5x launch`: its engines, and the check of the command that they start."""
 
 import argparse
 import importlib
@@ -21,23 +21,23 @@ def define(parser: VerbParser) -> None:
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_help(
         "Start a t5x command on several processes, machines or a cluster. `t5x launch ENGINE --help` shows the options "
-        "of an engine. What is run is checked first, printed and saved; --dry_run stops there.",
+        "of an engine. The run is checked first; what is submitted is printed and saved; --dry_run stops there.",
         """
         t5x launch local --processes 2 -- train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine
         t5x launch slurm --nodes 2 --gpus_per_node 8 -- train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine
         """,
     )
-    engines = "\n".join(f"  {name:10}{what}" for name, what in ENGINES.items())
+    engines = "\n".join(f"  {name:10}{purpose}" for name, purpose in ENGINES.items())
     parser.epilog = f"engines:\n{engines}\n\n{parser.epilog}"
 
 
 def run(args: argparse.Namespace) -> None:
     if args.engine not in ENGINES:
-        given = f"there is no engine {args.engine!r}" if args.engine else "ENGINE is missing"
-        raise UserError(f"`t5x launch`: {given}. Engines: {', '.join(ENGINES)}.")
+        problem = f"there is no engine {args.engine!r}" if args.engine else "ENGINE is missing"
+        raise UserError(f"`t5x launch`: {problem}. Engines: {', '.join(ENGINES)}.")
     engine = importlib.import_module(f"t5x.launching.{args.engine}")
     options = _engine_parser(args.engine).parse_args(args.options)
-    command = _checked(args.command, with_configuration=not options.nocheck)
+    command = _check_command(args.command, with_configuration=not options.nocheck)
     sys.exit(engine.launch(options, command))
 
 
@@ -51,15 +51,15 @@ def _engine_parser(name: str) -> VerbParser:
     return parser
 
 
-def _checked(command: list[str], *, with_configuration: bool) -> list[str]:
-    """Return the command as a verb and its options. Raise a UserError for one that would fail in every process."""
+def _check_command(command: list[str], *, with_configuration: bool) -> list[str]:
+    """Return the command as a verb and its options. Raise a UserError if it would fail in every process."""
     if command and command[0] == "t5x":
         command = command[1:]
-    if command and command[0].startswith("--"):  # of T5X's main.py
+    if command and command[0].startswith("--"):  # options of T5X's main.py
         main = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         main.add_argument("--run_mode")
-        given, rest = main.parse_known_args(command)
-        command = [given.run_mode, *rest] if given.run_mode else []
+        parsed, options = main.parse_known_args(command)
+        command = [parsed.run_mode, *options] if parsed.run_mode else []
     if not command:
         raise UserError("There is no command: write what to run after ` -- `, as in `-- train --gin_file=my_run.gin`.")
     verb, words = command[0], command[1:]
@@ -70,12 +70,12 @@ def _checked(command: list[str], *, with_configuration: bool) -> list[str]:
         raise UserError(f"`t5x {verb}` cannot be launched: it runs in one process. Start it directly.")
     from t5x import configuration
 
-    others, bindings = configuration.split_gin_args(words)
-    given = parser.parse_args([word for word in others if not word.startswith("--jax_")])
+    words, bindings = configuration.split_gin_args(words)
+    args = parser.parse_args([word for word in words if not word.startswith("--jax_")])
     for name in _SET_BY_ENGINE:
-        if getattr(given, name[2:]) is not None:
+        if getattr(args, name[2:]) is not None:
             raise UserError(f"Remove {name} from the command: `t5x launch` sets it.")
-    uses_gin = bool(getattr(given, "gin_file", ()) or bindings)
+    uses_gin = bool(getattr(args, "gin_file", ()) or bindings)
     if with_configuration and "--dry_run" in parser._option_string_actions and (uses_gin or verb == "train"):
         _check_configuration(command)
     return command
@@ -85,8 +85,8 @@ def _check_configuration(command: Sequence[str]) -> None:
     """Run the command with --dry_run in a process of its own, without touching devices."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-m", "t5x", *command, "--dry_run"]
-    done = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    messages, _, reason = done.stderr.rpartition("error: ") if done.returncode else (done.stderr, "", "")
+    process = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    messages, _, reason = process.stderr.rpartition("error: ") if process.returncode else (process.stderr, "", "")
     print(messages, end="", file=sys.stderr, flush=True)
-    if done.returncode:
+    if process.returncode:
         raise UserError(f"{reason.strip()}\nEvery process would fail like this, so none is started (unless --nocheck).")

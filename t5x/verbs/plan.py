@@ -1,4 +1,4 @@
-"""`t5x plan`: its arguments, and the start of JAX with virtual devices."""
+"""The verb `t5x plan`: its arguments, and the start of JAX with virtual devices."""
 
 import argparse
 import functools
@@ -14,10 +14,10 @@ from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
-    from t5x.planning.estimates import Run
+    from t5x.planning.estimates import PlannedRun
 
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
-_OF_SIZE = ("batch", "inputs", "targets", "dtype", "remat", "microbatches", "scan")
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.planning.workload`, which imports JAX
+_SIZE_OPTIONS = ("batch", "inputs", "targets", "dtype", "remat", "microbatches", "scan")
 
 
 def define(parser: VerbParser) -> None:
@@ -48,17 +48,17 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    topology = topologies.parse(args.topology)
+    topology = topologies.parse_topology(args.topology)
     uses_gin = bool(args.gin_file or args.gin_bindings)
     if uses_gin == bool(args.size):
         raise UserError("`t5x plan` needs either --size or gin files, as `t5x train` takes them.")
-    if uses_gin and (given := given_options(args, _OF_SIZE)):
-        raise UserError(f"--{next(iter(given))} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
+    if uses_gin and (unused := given_options(args, _SIZE_OPTIONS)):
+        raise UserError(f"--{next(iter(unused))} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
     names = ("batch", "inputs", "targets", "microbatches", "steps")
     check_at_least(1, "--", **{name: getattr(args, name) for name in names})
     _start_jax(topology.devices)
     work_begins()
-    planned, steps = _from_gin(args) if uses_gin else (_from_size(args), args.steps)
+    planned, steps = _read_gin(args) if uses_gin else (_build_run(args), args.steps)
     plan, text = _plan(planned, topology, args, steps)
     print(json.dumps(plan) if args.json else text, flush=True)
 
@@ -75,26 +75,26 @@ def _start_jax(devices: int) -> None:
         raise UserError(f"t5x plan needs its own process: JAX has already started with {jax.device_count()} devices.")
 
 
-def _from_size(args: argparse.Namespace) -> "Run":
-    from t5x.bench.workload import Workload
-    from t5x.planning.estimates import Run
+def _build_run(args: argparse.Namespace) -> "PlannedRun":
+    from t5x.planning.estimates import PlannedRun
+    from t5x.planning.workload import Workload
 
     defaults: dict[str, Any] = {"batch": 128, "dtype": "bfloat16"}
-    work = Workload(args.size, **defaults | given_options(args, _OF_SIZE))
-    return Run(work.model, work.batch, work.inputs, work.targets, work.microbatches)
+    work = Workload(args.size, **defaults | given_options(args, _SIZE_OPTIONS))
+    return PlannedRun(work.model, work.batch, work.inputs, work.targets, work.microbatches)
 
 
-def _from_gin(args: argparse.Namespace) -> tuple["Run", int | None]:
-    """Return what the configuration passes to `train`, and the number of steps."""
+def _read_gin(args: argparse.Namespace) -> tuple["PlannedRun", int | None]:
+    """Return the run that the gin files configure, and its number of steps."""
     from t5x import configuration
-    from t5x.planning.estimates import Run
+    from t5x.planning.estimates import PlannedRun
     from t5x.train import train
 
     bound: dict[str, Any] = {}
 
     @functools.wraps(train)
-    def capture(*, model: Any, train_dataset_cfg: Any, **others: Any) -> None:
-        bound.update(others, model=model, data=train_dataset_cfg)
+    def capture(*, model: Any, train_dataset_cfg: Any, **arguments: Any) -> None:
+        bound.update(arguments, model=model, data=train_dataset_cfg)
 
     parse_gin(args, [capture])
     configuration.check(capture)
@@ -108,17 +108,17 @@ def _from_gin(args: argparse.Namespace) -> tuple["Run", int | None]:
     else:  # a decoder-only model has both in one row
         inputs, targets = 0, sum(lengths.values())
     count = int(microbatches) if microbatches.isdigit() else 1
-    planned = Run(bound["model"], data.batch_size, inputs, targets, count)
+    planned = PlannedRun(bound["model"], data.batch_size, inputs, targets, count)
     return planned, args.steps or bound.get("total_steps")
 
 
 def _plan(
-    planned: "Run", topology: topologies.Topology, args: argparse.Namespace, steps: int | None
+    planned: "PlannedRun", topology: topologies.Topology, args: argparse.Namespace, steps: int | None
 ) -> tuple[dict[str, Any], str]:
     """Return the plan as JSON and as text."""
     from t5x.planning import estimates, memory, report
 
-    found, skipped = [], {}
+    candidates, skipped = [], {}
     for preset, mesh in estimates.meshes(planned, topology).items():
         if args.preset not in (None, preset):
             continue
@@ -126,10 +126,10 @@ def _plan(
             skipped[preset] = mesh
             continue
         print(f"compiling {preset} for {mesh[0]} x {mesh[1]} virtual devices …", file=sys.stderr, flush=True)
-        found.append(estimates.estimate(planned, topology, preset, mesh))
-    if not found:
+        candidates.append(estimates.estimate(planned, topology, preset, mesh))
+    if not candidates:
         reasons = "; ".join(f"{preset}: {why}" for preset, why in skipped.items()) or f"no preset {args.preset}"
         raise UserError(f"No mesh fits {topology.name} and this batch ({reasons}). Change --batch or --topology.")
-    cache = memory.cache_bytes(planned.config, estimates.share_of(planned, topology, found[0].mesh))
-    plan = report.as_json(planned, topology, found, skipped, cache, steps, args.price)
+    cache = memory.cache_bytes(planned.config, estimates.share_of(planned, topology, candidates[0].mesh))
+    plan = report.as_json(planned, topology, candidates, skipped, cache, steps, args.price)
     return plan, report.as_text(plan, topology)

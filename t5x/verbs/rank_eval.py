@@ -1,18 +1,30 @@
 """`t5x rank-eval`: its arguments and the call of its entry point."""
 
 import argparse
+import dataclasses
 import os
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import given_options
 from t5x.verbs.interrupts import work_begins
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.verb_parser import VerbParser, add_options, option, passed_options
+
+
+@dataclasses.dataclass(kw_only=True)
+class MeasureOptions:
+    """What rankings are scored with."""
+
+    measures: tuple[str, ...] | None = option(
+        "A,B",
+        "ndcg@k, mrr@k, map@k, recall@k, precision@k (mrr@10,ndcg@10,recall@100,map)",
+        type=lambda text: tuple(text.split(",")),
+    )
+    relevance_level: int | None = option("N", "lowest grade of a relevant passage (1)")
 
 
 def define(parser: VerbParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="TREC or MS MARCO runs; the first is the baseline")
     parser.add_argument("--qrels", metavar="FILE", required=True, help="the judgments")
-    add_measures(parser)
+    add_options(parser, MeasureOptions)
     parser.add_argument("--missing_as_zero", action="store_true", help="count judged queries that a run lacks as 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--per_query", metavar="FILE", help="write the values of every query, as JSON lines")
@@ -26,14 +38,6 @@ def define(parser: VerbParser) -> None:
     )
 
 
-def add_measures(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    parser.add_argument(
-        "--measures", metavar="A,B", type=lambda text: tuple(text.split(",")),
-        help="ndcg@k, mrr@k, map@k, recall@k, precision@k (mrr@10,ndcg@10,recall@100,map)",
-    )  # fmt: skip
-    parser.add_argument("--relevance_level", type=int, metavar="N", help="lowest grade of a relevant passage (1)")
-
-
 def run(args: argparse.Namespace) -> None:
     work_begins()
     from t5x.ranking import evaluation
@@ -43,10 +47,10 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         names = args.runs
     if len(set(names)) < len(names):
-        twice = next(path for path in args.runs if args.runs.count(path) > 1)
-        raise UserError(f"The run {twice} is given twice. Remove one of them.")
+        repeated = next(path for path in args.runs if args.runs.count(path) > 1)
+        raise UserError(f"The run {repeated} is given twice. Remove one of them.")
     report = evaluation.report(
         read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
-        per_query_path=args.per_query, as_json=args.json, **given_options(args, ("measures", "relevance_level")),
+        per_query_path=args.per_query, as_json=args.json, **passed_options(args, MeasureOptions),
     )  # fmt: skip
     print(report)

@@ -66,19 +66,20 @@ def table(results: Results, *, width: int | None = None, bold: bool = False) -> 
     blocks: list[list[list[str]]] = [[first]]
     for task, metric in names:
         column = _column(f"{task}/{metric}", [of_step.get(task, {}).get(metric) for of_step in results.values()])
-        used = sum(len(other[0]) + len(_GAP) for other in blocks[-1])
+        used = sum(len(cells[0]) + len(_GAP) for cells in blocks[-1])
         if width is not None and len(blocks[-1]) > 1 and used + len(column[0]) > width:
             blocks.append([first])
         blocks[-1].append(column)
     text = "\n".join("".join(f"{_GAP.join(row).rstrip()}\n" for row in zip(*block, strict=True)) for block in blocks)
-    return re.sub(r"[^\s]+\*(?=\s)", lambda found: f"\033[1m{found[0]}\033[0m", text) if bold else text
+    return re.sub(r"[^\s]+\*(?=\s)", lambda cell: f"\033[1m{cell[0]}\033[0m", text) if bold else text
 
 
 def _column(name: str, values: list[float | None]) -> list[str]:
     numbers = {value for value in values if value is not None and not math.isnan(value)}
     best = (min if _lower_is_better(name) else max)(numbers) if len(numbers) > 1 else None
-    mark = lambda value: "" if best is None else _BEST if value == best else " "
-    return _align([name, *("" if value is None else f"{value:.5g}{mark(value)}" for value in values)])
+    marks = ["" if best is None else _BEST if value == best else " " for value in values]
+    cells = ("" if value is None else f"{value:.5g}{mark}" for value, mark in zip(values, marks, strict=True))
+    return _align([name, *cells])
 
 
 def _lower_is_better(name: str) -> bool:

@@ -48,7 +48,7 @@ def wrap(text: str, width: int, at_spaces: bool = True) -> list[str]:
     return [*lines, text]
 
 
-class Page:
+class TextPage:
     """Writes lines of at most `width` columns.
 
     Args:

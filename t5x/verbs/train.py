@@ -12,7 +12,7 @@ from t5x.verbs import file_options
 from t5x.verbs.arguments import add_gin, processes, run_gin
 from t5x.verbs.file_options import FileTraining
 from t5x.verbs.interrupts import work_begins
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.verb_parser import VerbParser, passed_options
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ def trace_configured_run(train: Callable[..., Any]) -> None:
     from t5x.partitioning import PjitPartitioner
     from t5x.trainer.abstract_run import trace_run
 
-    given = gin.get_bindings(configuration.configured(train), resolve_references=False)
-    given = {name: value for name, value in given.items() if name in inspect.signature(trace_run).parameters}
+    bindings = gin.get_bindings(configuration.configured(train), resolve_references=False)
+    bindings = {name: value for name, value in bindings.items() if name in inspect.signature(trace_run).parameters}
     try:
         with offline():
-            partitioner = copy.deepcopy(given.pop("partitioner"))  # gin creates references so
+            partitioner = copy.deepcopy(bindings.pop("partitioner"))  # copying creates what gin references name
     except UserError as error:
         log.warning("the run is traced for one device: %s", error)
         partitioner = PjitPartitioner(num_partitions=1)
     try:
         with offline():
-            parts = copy.deepcopy(given)
+            parts = copy.deepcopy(bindings)
     except (KeyError, OSError, UserError) as error:
         log.warning("the model is not checked: %s", error)
         return
@@ -62,8 +62,8 @@ def trace_configured_run(train: Callable[..., Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    given = file_options.given(args, FileTraining)
-    if not given:
+    passed = passed_options(args, FileTraining)
+    if not passed:
         from t5x.train import train
 
         run_gin(args, train, (_FROM_FILE, _FROM_GIN))
@@ -79,6 +79,6 @@ def run(args: argparse.Namespace) -> None:
         bindings=args.gin_bindings,
         dry_run=args.dry_run,
         strict=args.strict,
-        command=file_options.command("train", given, args.gin_bindings),
+        command=file_options.command("train", passed, args.gin_bindings),
         processes=processes(args),
     )

@@ -1,13 +1,14 @@
 """The argument parser of a verb: short help pages, and errors of one line with the closest valid option."""
 
 import argparse
-import importlib
+import dataclasses
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from t5x.errors import UserError, did_you_mean
+from t5x.verbs import import_verb
 
 _TRUE, _FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 
@@ -96,7 +97,7 @@ class VerbParser(argparse.ArgumentParser):
 def parser_of(verb: str) -> VerbParser:
     """Return the parser of a verb, with its options."""
     parser = VerbParser(verb)
-    importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}").define(parser)
+    import_verb(verb).define(parser)
     return parser
 
 
@@ -107,3 +108,41 @@ class _Help(argparse.Action):
         assert isinstance(parser, VerbParser)
         print(parser.format_page(values or ""), end="", flush=True)
         parser.exit()
+
+
+# --- Options as fields of a dataclass ---------------------------------------------------------------------------------
+
+
+def option(metavar: str, help_: str, default: Any = None, **settings: Any) -> Any:
+    """Return a dataclass field that `add_options` offers as `--FIELD METAVAR`.
+
+    Args:
+      metavar: N is an integer, X a number, anything else a string.
+      settings: further arguments of argparse; `also` has more names of the option.
+    """
+    settings = {"metavar": metavar, "help": help_, "type": {"N": int, "X": float}.get(metavar, str), **settings}
+    return dataclasses.field(default=default, metadata=settings)
+
+
+def choice(choices: Sequence[str], help_: str, default: Any = None) -> Any:
+    """Return a dataclass field whose option has one of these values."""
+    return dataclasses.field(default=default, metadata={"choices": choices, "help": help_})
+
+
+def flag(help_: str) -> Any:
+    """Return a dataclass field whose option has no value."""
+    return dataclasses.field(default=False, metadata={"action": "store_true", "help": help_})
+
+
+def add_options(group: Any, options: type, first: Sequence[str] = ()) -> None:
+    """Add an option for every field of a dataclass, those in `first` before the others."""
+    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in first):
+        settings = dict(field.metadata)
+        names = [f"--{field.name}", *settings.pop("also", ())]
+        group.add_argument(*names, dest=field.name, default=None, **settings)
+
+
+def passed_options(args: argparse.Namespace, *options: type) -> dict[str, Any]:
+    """Return those options of these dataclasses that the user passed."""
+    names = [field.name for kind in options for field in dataclasses.fields(kind)]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -1,4 +1,4 @@
-"""`t5x bench data`: what is counted, against a file whose tokens are known."""
+"""`python -m benchmarks.bench data`: what is counted, against a file whose tokens are known."""
 
 import json
 
@@ -16,32 +16,32 @@ def pairs(tmp_path):
 
 
 @pytest.mark.parametrize(("packed", "padding"), [((), 1 - 6 / 16), (("--packed",), 1 - 12 / 16)])
-def test_examples_and_tokens(run_here, pairs, packed, padding):
-    result = run_here(
-        "bench", "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 4, "--inputs", 8, "--targets", 8,
+def test_examples_and_tokens(bench, pairs, packed, padding):
+    result = bench(
+        "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 4, "--inputs", 8, "--targets", 8,
         "--steps", 5, "--workers", 0, "--json", *packed,
     )  # fmt: skip
     assert result.code == 0, result.err
-    found = json.loads(result.out)
-    assert found["steps"] == 5
-    assert found["padding_share"] == pytest.approx(padding)
-    assert found["tokens_per_s"] == pytest.approx(6 * found["examples_per_s"], rel=1e-4)
-    assert found["source"] == str(pairs) and found["packed"] == bool(packed)
+    measured = json.loads(result.out)
+    assert measured["steps"] == 5
+    assert measured["padding_share"] == pytest.approx(padding)
+    assert measured["tokens_per_s"] == pytest.approx(6 * measured["examples_per_s"], rel=1e-4)
+    assert measured["source"] == str(pairs) and measured["packed"] == bool(packed)
 
 
-def test_workers_are_those_that_run(run_here, pairs, monkeypatch):
+def test_workers_are_those_that_run(bench, pairs, monkeypatch):
     started, start = [], worker_process.start
     monkeypatch.setattr(worker_process, "start", lambda *args: started.append(args) or start(*args))
-    result = run_here(
-        "bench", "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 1, "--inputs", 8, "--targets", 8,
+    result = bench(
+        "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 1, "--inputs", 8, "--targets", 8,
         "--steps", 1, "--workers", 2, "--json",
     )  # fmt: skip
     assert result.code == 0, result.err
     assert json.loads(result.out)["workers"] == len(started) == 1
 
 
-def test_made_up_texts(run_here):
-    result = run_here("bench", "data", "--batch", 4, "--inputs", 16, "--steps", 2, "--workers", 0)
+def test_made_up_texts(bench):
+    result = bench("data", "--batch", 4, "--inputs", 16, "--steps", 2, "--workers", 0)
     assert result.code == 0, result.err
     assert result.out.startswith("data") and "examples/s" in result.out
 
@@ -55,5 +55,5 @@ def test_made_up_texts(run_here):
         (("--task", "no_such_task"), ("no_such_task",)),
     ],
 )
-def test_what_is_refused(run_here, args, words):
-    run_here("bench", "data", *args).refused(*words)
+def test_wrong_options_are_refused(bench, args, words):
+    bench("data", *args).refused(*words)

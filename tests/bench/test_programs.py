@@ -58,7 +58,7 @@ def test_a_page_without_a_place_for_the_results(tmp_path):
     assert page.read_text() == "nothing here\n"
 
 
-def test_a_peer_that_fails_is_left_out_and_ours_ends_the_program(capsys):
+def test_a_peer_that_fails_is_skipped_and_t5x_ends_the_program(capsys):
     asked = []
 
     def fails():
@@ -162,7 +162,7 @@ def _runs(pid: int) -> bool:
         ("span_corruption.py", ["t.txt", "v.model", "--rounds", "0"], "'0' is not a positive number"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(name, arguments, says):
+def test_wrong_arguments_end_with_one_line(name, arguments, says):
     ended = program(name, *arguments)
     assert ended.returncode and not ended.stdout
     assert says in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
@@ -180,7 +180,7 @@ def test_ctranslate2_is_beside_float32_alone(tmp_path, monkeypatch, capsys, dtyp
     assert said == ("CTranslate2 is left out: it computes in float32, not in bfloat16\n" if dtype == "bfloat16" else "")
 
 
-def test_a_peer_that_computed_in_another_dtype_is_left_out(capsys):
+def test_a_peer_that_computed_in_another_dtype_is_skipped(capsys):
     found = {"t5x": {"dtype": "bfloat16"}, "Hugging Face": {"dtype": "bfloat16"}, "CTranslate2": {"dtype": "float32"}}
     assert list(peers.of_our_dtype(found)) == ["t5x", "Hugging Face"]
     assert capsys.readouterr().err == "CTranslate2 is left out: it computed in float32, t5x in bfloat16\n"

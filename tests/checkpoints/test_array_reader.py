@@ -47,9 +47,9 @@ def test_every_value_of_a_deep_tree_is_found(tmp_path):
 
     found = ocdbt.locate(tmp_path)
     assert found.keys() == expected.keys()
-    assert {type(value) for value in found.values()} == {bytes, ocdbt.Place}
+    assert {type(value) for value in found.values()} == {bytes, ocdbt.ByteRange}
     for key, value in found.items():
-        if isinstance(value, ocdbt.Place):
+        if isinstance(value, ocdbt.ByteRange):
             content = (tmp_path / value.path).read_bytes()
             value = content[value.offset : value.offset + value.size]
         assert value == expected[key], key
@@ -120,9 +120,9 @@ def test_a_tensorstore_that_says_it_in_another_way_reads_by_itself(checkpoint, s
     [
         (None, "the chunk target.encoder.layers_0.mlp.wo.kernel/0.0 is missing"),
         (b"abc", "has 3 bytes instead of 512"),
-        (ocdbt.Place("d/absent", 0, 512), "d/absent cannot be read: No such file or directory"),
-        (ocdbt.Place("../../MANIFEST.json", 0, 512), "cannot be read: not a path inside the directory"),
-        (ocdbt.Place("_METADATA", 10**9, 512), "_METADATA ends too early"),
+        (ocdbt.ByteRange("d/absent", 0, 512), "d/absent cannot be read: No such file or directory"),
+        (ocdbt.ByteRange("../../MANIFEST.json", 0, 512), "cannot be read: not a path inside the directory"),
+        (ocdbt.ByteRange("_METADATA", 10**9, 512), "_METADATA ends too early"),
     ],
 )
 def test_lies_about_places(checkpoint, value, message, monkeypatch):

@@ -18,7 +18,7 @@ from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.safety import check_expansion
 from t5x.checkpoints.model_description import check_same_model
 from t5x.errors import UserError
-from t5x.trainer.restore import Run
+from t5x.trainer.restore import RunState
 from tests import tiny
 from tests.checkpoints.formats.bundle_writer import varint
 from tests.commands import run
@@ -434,7 +434,7 @@ def test_json_nested_too_deep(copy, format, name):
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"3", b'{"metrics": 3, "first_step": "x"}', b"{}"])
 def test_the_position_of_a_run(copy, name, content):
     path = copy("t5x") / OURS
-    files = Run(0, {}).sidecars()
+    files = RunState(0, {}).sidecars()
     for file, sound in files.items():
         (path / file).parent.mkdir(exist_ok=True)
         (path / file).write_bytes(content if file == name else sound)
@@ -442,4 +442,4 @@ def test_the_position_of_a_run(copy, name, content):
     if name != "run.json" and content[:1] == b"{":
         return  # any object may be a position
     with pytest.raises(UserError, match=name):
-        Run.of(path)
+        RunState.of(path)

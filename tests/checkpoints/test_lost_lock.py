@@ -15,7 +15,7 @@ from t5x.checkpoints.best import BEST_FILE, BestRule, Ranking
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.errors import UserError
 from t5x.files import lease, locks, remote
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath
 
 from .helpers import assert_same, make_tree

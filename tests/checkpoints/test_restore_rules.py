@@ -19,7 +19,7 @@ from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from t5x.trainer.restore import Run, restore_or_init, restore_params, restore_state
+from t5x.trainer.restore import RunState, restore_or_init, restore_params, restore_state
 from tests import tiny
 
 UNROLLED = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=2, num_decoder_layers=1)
@@ -235,14 +235,14 @@ def test_resuming_applies_no_map_but_tells_the_functions(tmp_path):
     layout, seen = layout_of(), []
     state = tiny.random_state(layout)
     with CheckpointStore(tmp_path) as store:
-        run = Run(0, {"position": 5})
+        run = RunState(0, {"position": 5})
         store.save(2, state.state_dict(), sidecars=sidecars(layout.model, None) | run.sidecars())
     cfg = RestoreCheckpointConfig(
         path="/nowhere", assignment_map=[("no such name", None)],
         state_transformation_fns=[lambda state, target, is_resuming: seen.append(is_resuming) or state],
     )  # fmt: skip
     resumed, run = restore_or_init(store, cfg, layout.model, layout, jax.random.key(1))
-    assert seen == [True] and run == Run(0, {"position": 5})
+    assert seen == [True] and run == RunState(0, {"position": 5})
     assert_equal(tree.flatten(jax.device_get(resumed.params)), tree.flatten(jax.device_get(state.params)))
 
 
@@ -273,7 +273,7 @@ def test_inference_takes_parameters_by_the_same_rules(tmp_path):
 def test_the_position_in_the_data_is_restored_on_request(tmp_path):
     layout = layout_of()
     with CheckpointStore(tmp_path / "first") as store:
-        files = sidecars(layout.model, None) | Run(0, {"position": 5}).sidecars()
+        files = sidecars(layout.model, None) | RunState(0, {"position": 5}).sidecars()
         store.save(2, tiny.random_state(layout).state_dict(), sidecars=files)
     cfg = RestoreCheckpointConfig(path=str(tmp_path / "first"))
     for restore_dataset, expected in ((True, {"position": 5}), (False, None)):
@@ -281,7 +281,7 @@ def test_the_position_in_the_data_is_restored_on_request(tmp_path):
         state, run = restore_or_init(
             CheckpointStore(tmp_path / "second"), cfg, layout.model, layout, jax.random.key(1)
         )  # fmt: skip
-        assert (int(state.step), run) == (2, Run(2, expected))
+        assert (int(state.step), run) == (2, RunState(2, expected))
 
 
 def test_what_has_no_meaning_here_is_said_once(caplog):

@@ -17,7 +17,7 @@ from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer.restore import Run
+from t5x.trainer.restore import RunState
 from t5x.trainer.state import StateLayout
 from tests import tiny
 from tests.programs import free_port
@@ -142,7 +142,7 @@ def test_a_process_killed_at_any_moment_ends_all_and_leaves_whole_checkpoints_on
 def test_a_run_goes_on_over_several_processes_with_its_layers_held_the_other_way(tmp_path, start):
     model = tiny.model(dataclasses.replace(tiny.WIDE, scan_layers=True))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
-    run, rng = Run(0, {"batches": 7, "lanes": []}), np.random.default_rng(0)
+    run, rng = RunState(0, {"batches": 7, "lanes": []}), np.random.default_rng(0)
     with CheckpointStore(tmp_path) as store:
         state = jax.tree.map(lambda x: rng.normal(0, 99, x.shape).astype(x.dtype), layout.abstract)
         store.save(0, state.replace_step(np.int32(0)).state_dict(), sidecars=sidecars(model, None) | run.sidecars())

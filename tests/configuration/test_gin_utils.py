@@ -47,7 +47,7 @@ def test_summary_as_a_gin_reference(project):
     )
 
 
-def test_summary_into_a_place_that_cannot_be_written(project):
+def test_summary_into_an_unwritable_directory_raises_user_error(project):
     project.write("file", "")
     with pytest.raises(UserError, match=r"file/x/config\.gin"):
         gin_utils.summarize_gin_config("file/x", None, 0)

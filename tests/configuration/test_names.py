@@ -57,6 +57,31 @@ def test_names_on_the_command_line(project):
     assert got["model"].predict_batch_with_aux("b") == ("b", 4)
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from old.place import utils", "utils.DatasetConfig"),
+        ("from old import former", "former.DatasetConfig"),
+        ("from old.place import utils as u", "u.DatasetConfig"),
+        ("import lab.past.utils", "lab.past.utils.DatasetConfig"),
+    ],
+)
+def test_names_of_modules_of_earlier_versions_keep_resolving(line, name, project, monkeypatch):
+    moved = {"old.place": "lab", "old.former": "lab.utils", "lab.past": "lab"}
+    monkeypatch.setattr("t5x.configuration.names._MOVED_MODULES", moved)
+    for text in (f"{DYNAMIC}{line}\n{name}.seed = 3\n", f"{line}\n{name}.seed = 3\n"):
+        configuration.clear()
+        project.write("a.gin", text)
+        project.parse("a.gin")
+        printed = configuration.config_str()
+        assert importlib.import_module("lab.utils").DatasetConfig and ".seed = 3" in printed
+        assert "old" not in printed.replace("as former", "") and "past" not in printed
+        configuration.clear()
+        project.write("b.gin", printed)
+        project.parse("b.gin")
+        assert configuration.config_str() == printed
+
+
 def test_a_method_of_a_class_that_is_imported_under_another_name(project):
     project.write(
         "beam.gin",

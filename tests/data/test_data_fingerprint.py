@@ -311,18 +311,33 @@ def test_what_functions_have_worked_out_meanwhile_does_not_count(write, registri
             assert now.changes(state, now.start_fingerprint().result(60)) == []
 
 
-def test_code_is_not_compared_between_versions_of_python(write, caplog):
+def test_code_is_not_compared_with_hashes_of_bytecode(write, caplog):
+    """An earlier version of t5x wrote format 1."""
     caplog.set_level("INFO")
     path = write("train.jsonl", PAIRS)
     state = saved(loader(file_task(path, "old: ")))
-    state["fingerprint"]["python"] = "3.9"
+    state["fingerprint"] |= {"format": 1, "python": "3.9"}
     for step in state["fingerprint"]["tasks"]["task"]["preprocessors"]:
         step["hash"] = "of other bytecode"
     now = loader(file_task(path, "old: "))
     assert now.changes(state, now.start_fingerprint().result(60)) == []
-    assert "Python was 3.9" in caplog.text
+    assert "by name and arguments" in caplog.text
     now = loader(file_task(path, "new: "))
     assert len(now.changes(state, now.start_fingerprint().result(60))) == 1
+
+
+def test_code_without_source_is_not_compared_between_versions_of_python():
+    def task(result):
+        exec(f"def step(example):\n    return example | {{'inputs': {result!r}}}", space := {"__name__": "__main__"})
+        return make_task(PAIRS, [space["step"], preprocessors.tokenize])
+
+    state = saved(loader(task("a")))
+    assert changes(loader(task("a")), loader(task("a"))) == []
+    assert len(changes(loader(task("a")), loader(task("b")))) == 1
+    (step, _) = state["fingerprint"]["tasks"]["task"]["preprocessors"]
+    step["hash"] = "another 3.9"
+    now = loader(task("a"))
+    assert now.changes(state, now.start_fingerprint().result(60)) == []
 
 
 # --- Caches and copies ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tokenizers from anywhere: those that would take forever, or all memory, are refused before they see a text."""
+"""Untrusted tokenizers: those that would take all memory are refused before they see an input."""
 
 import base64
 import io
@@ -8,36 +8,8 @@ import struct
 import pytest
 
 from t5x.data.vocabularies import ByteVocabulary, HuggingFaceVocabulary, PassThroughVocabulary, SentencePieceVocabulary
-from t5x.data.vocabularies.tokenizer_limits import check_pattern
 from t5x.errors import UserError
 from tests.checkpoints.formats.test_huggingface_tokenizer import small_tokenizer
-
-# Of GPT-2, Llama 3, GPT-4o, BLOOM (shortened), DeepSeek, and our own tokenizer.json of a SentencePiece model.
-PUBLISHED = [
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\s+",
-    r" ?[^(\s|[.,!?])]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*",
-    r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)",
-    r"\A +| +\z",
-    r" {2,}",
-]
-HOSTILE = [
-    r"(a+)+$", r"(\w*)*x", r"(a|a)*$", r"(?:a|ab)*c", r"(a?a)+$", r"((a*)*)*b", r"(?=(\w+)+b)", r"(.+)\1", r"a**",
-    r"a*a*a*a*$", r"\w*\w*\d", r"\w*(\w*\d)", r"(\w*\w*\d)?", r"(?:a{0,500}){0,500}$", r"(?<x>a)\g<x>", r"(?~a)",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("pattern", PUBLISHED)
-def test_patterns_of_published_tokenizers(pattern):
-    check_pattern(pattern)
-
-
-@pytest.mark.parametrize("pattern", HOSTILE)
-def test_patterns_that_take_forever(pattern):
-    with pytest.raises(ValueError, match="its regular expression"):
-        check_pattern(pattern)
 
 
 def replace(pattern, content):
@@ -60,9 +32,6 @@ def sequence(*steps):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"normalizer": replace({"Regex": "(a+)+$"}, "")}, "regular expression"),
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(\w|\d)*!"}, "behavior": "Isolated",
-                            "invert": False}}, "regular expression"),
         ({"normalizer": sequence(*[replace({"String": "a"}, "aa")] * 40)}, "times as long"),
         ({"normalizer": sequence(*[{"type": "ByteLevel"}] * 40)}, "times as long"),
         ({"normalizer": sequence(replace({"Regex": "."}, "a" * 300), replace({"String": "a"}, "b" * 300))},
@@ -72,7 +41,7 @@ def sequence(*steps):
         ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 5000, 0.0]]}}, "token of 5,000 characters"),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_takes_forever_or_all_memory_is_refused(tmp_path, changes, reason):
+def test_a_tokenizer_that_takes_all_memory_is_refused(tmp_path, changes, reason):
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(small_tokenizer(**changes)))
     with pytest.raises(UserError, match=reason) as error:

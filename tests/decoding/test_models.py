@@ -11,8 +11,9 @@ import pytest
 
 from t5x import decoding
 from t5x.data import PassThroughVocabulary
+from t5x.kernels.ops import CpuOps
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel
-from t5x.network import DecoderWrapper, TransformerConfig, layers
+from t5x.network import DecoderWrapper, TransformerConfig
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.partitioner import compiler_options
@@ -132,11 +133,11 @@ def test_new_numbers_do_not_recompile():
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_a_step_uses_the_kernels_prepared_before_the_loop(monkeypatch, scan):
     used = []
-    few_rows = layers.few_rows
-    monkeypatch.setattr(layers, "few_rows", lambda *arguments: used.append(arguments) or few_rows(*arguments))
+    few_rows = CpuOps.few_rows
+    monkeypatch.setattr(CpuOps, "few_rows", lambda *arguments: used.append(arguments) or few_rows(*arguments))
     of = model(decoding.greedy_decode, scan)
     jax.make_jaxpr(of.predict_batch_with_aux)(params(scan), BATCH)
-    shapes = {kernel.shape for _, kernel, _ in used}
+    shapes = {kernel.shape for _, _, kernel, _ in used}
     cfg = of.module.config
     inner = cfg.num_heads * cfg.head_dim, cfg.mlp_dim
     assert shapes >= {(size, cfg.emb_dim) for size in inner} | {(cfg.emb_dim, size) for size in inner}

@@ -5,12 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 
 from t5x.doctor import device_files, devices, network, software, storage
-from t5x.network import attention, attention_choice
 from tests import commands
 from tests.programs import REPO
 
@@ -44,38 +42,29 @@ def test_a_coordinator_without_address():
 
 NAMESPACES = """
 set -e
-printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n127.0.0.2 metadata.google.internal\\n' > hosts
+printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n' > hosts
 mount --bind hosts /etc/hosts
 hostname node1
 ip link set lo up
-ip link add eth7 type veth peer name docker7
-ip link set eth7 up
-ip link set docker7 up
-ip addr add 10.77.0.1/24 dev eth7
-ip addr add 172.77.0.1/16 dev docker7
 
-mkdir -p dev computeMetadata/v1/instance/attributes
-printf v3-8 > computeMetadata/v1/instance/attributes/accelerator-type
-{python} -m http.server 80 --bind 127.0.0.2 > server.log 2>&1 &
-
+mkdir -p dev
 mount -t tmpfs devices dev
 mknod dev/accel0 c 1 3
 for name in null zero urandom; do touch dev/$name; mount --bind /dev/$name dev/$name; done
 mount --rbind dev /dev
 sleep 600 < /dev/accel0 &
-until grep -q Serving server.log; do sleep 0.1; done
 PYTHONPATH={repository} {python} -m t5x doctor network devices --json --coordinator_address node1:4711 \\
   --process_count 2 --process_index 0
 """
 
 
 def test_a_machine_with_every_fault(tmp_path):
-    """In namespaces of its own: names, interfaces, the metadata server and the chip's file (a null device) are real."""
+    """In namespaces of its own: the names and the chip's file (a null device) are real."""
     alone = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("ip") or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces need root and iproute2; the checks are tested alone above and below")
     script = NAMESPACES.format(python=sys.executable, repository=REPO)
-    removed = ("NCCL", "T5X_CLUSTER", "TPU", "GCE")
+    removed = ("T5X_CLUSTER", "TPU")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     environment |= {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
     command = [*alone, "bash", "-c", script]
@@ -85,25 +74,14 @@ def test_a_machine_with_every_fault(tmp_path):
     assert not report["ready"]
 
     def fault(words):
-        (found,) = [one for one in report["findings"] if one["status"] != "ok" and words in one["message"]]
-        return found
+        (finding,) = [one for one in report["findings"] if one["status"] != "ok" and words in one["message"]]
+        return finding
 
-    assert "10.77.0.1 (eth7)" in fault("coordinator's name node1 resolves to 127.0.1.1")["fix"]
-    assert "/etc/hosts" in fault("machine's name node1 does not resolve")["fix"]
-    several = fault("2 network interfaces")
-    assert "docker7 172.77.0.1" in several["message"] and "NCCL_SOCKET_IFNAME=eth7" in several["fix"]
+    assert "/etc/hosts" in fault("coordinator's name node1 resolves to 127.0.1.1")["fix"]
     assert "--gpus-per-node" in fault("--gpus-per-task=1")["fix"]
-    assert "--accelerator-type=v3-32" in fault("cannot form a slice")["fix"]
     held = fault("(sleep 600) holds a TPU chip")
     assert held["status"] == "error" and "kill" in held["fix"]
     assert "JAX_PLATFORMS" in fault("1 GPU or TPU device(s), but JAX uses the CPU")["fix"]
-
-
-def test_several_interfaces():
-    found = {"docker0": "172.17.0.1", "eth0": "10.0.0.4"}
-    assert "NCCL_SOCKET_IFNAME=eth0" in only(network.interface_findings(found, {})).fix
-    assert not faults(network.interface_findings(found, {"NCCL_SOCKET_IFNAME": "eth0"}))
-    assert not faults(network.interface_findings({"eth0": "10.0.0.4"}, {}))
 
 
 # What tasks of SLURM 22.05 find in their environment, by the options of srun, or of sbatch around it.
@@ -122,14 +100,6 @@ def test_one_gpu_per_slurm_task(options):
     found = faults(network.gpu_binding_findings(environment))
     assert bool(found) is is_fault
     assert all("--gpus-per-task=1" in one.message and "--gpus-per-node" in one.fix for one in found)
-
-
-def test_single_tpu_hosts_cannot_form_a_slice(monkeypatch, capsys):
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v3-8")
-    place = ("--coordinator_address", "127.0.0.1:4711", "--process_count", 2, "--process_index", 0)
-    result = commands.run(capsys, "doctor", "network", *place)
-    assert result.code == 1 and "cannot form a slice" in result.out and "v3-32" in result.out
-    assert not faults(network.slice_findings("v3-8", None)) and not faults(network.slice_findings("v3-32", 4))
 
 
 # --- Devices. There are no TPU chips or GPUs here: files stand in for theirs. -----------------------------------------
@@ -154,20 +124,6 @@ def test_devices_that_jax_does_not_use():
     assert "2 of 8" in found.message and "CUDA_VISIBLE_DEVICES=0,1" in found.message
     found = faults(devices.count_findings(["cpu"], 8, {"JAX_PLATFORMS": "cpu"}))[0]
     assert found.status == "error" and "JAX_PLATFORMS=cpu" in found.message
-
-
-def test_products_of_few_bits_are_explained(monkeypatch):
-    """As on a TPU, whose matmuls round to bfloat16 unless told otherwise; a CPU does so only if asked."""
-    exact = devices.jnp.dot
-
-    def as_on_a_tpu(left, right, precision=None):
-        rounded = [x if precision else devices.jnp.asarray(x, "bfloat16").astype("float32") for x in (left, right)]
-        return exact(*rounded)
-
-    assert "are float32" in next(devices.precision_findings()).message
-    monkeypatch.setattr(devices, "jnp", types.SimpleNamespace(dot=as_on_a_tpu, asarray=devices.jnp.asarray))
-    (found,) = devices.precision_findings()
-    assert found.status == "ok" and "JAX_DEFAULT_MATMUL_PRECISION" in found.message and "bfloat16" in found.message
 
 
 # --- Software and storage ---------------------------------------------------------------------------------------------
@@ -200,7 +156,7 @@ def test_storage(tmp_path, monkeypatch):
     assert only(storage.disk_findings(str(tmp_path / "missing"))).status == "error"
     assert "read and removed" in next(storage.remote_findings("memory://bucket/runs")).message
     assert only(storage.remote_findings("nonsense://bucket")).status == "error"
-    monkeypatch.setattr(storage, "_LITTLE", float("inf"))
+    monkeypatch.setattr(storage, "_MIN_FREE", float("inf"))
     assert "little space" in only(storage.disk_findings(str(tmp_path), size=2**20)).message
 
 
@@ -223,16 +179,3 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
     monkeypatch.setattr(software, "check", broken)
     result = commands.run(capsys, "doctor", "software")
     assert result.code == 1 and "ValueError: boom" in result.out and "Traceback" not in result.err
-
-
-def test_a_tpu_also_compares_the_kernel_that_must_be_requested(monkeypatch):
-    monkeypatch.setattr(devices, "platform", lambda: "tpu")
-    monkeypatch.setattr(attention_choice, "_gpu_refuses", lambda query, mask: None)  # interpreted, as there is no TPU
-    xla, ours = devices.attention_findings()
-    assert xla.status == ours.status == "ok"
-    assert xla.message.startswith("attention: XLA, within")
-    assert ours.message.startswith("attention: t5x's fused kernel on request, within")
-    wrong = lambda *args, **options: 1.1 * attention.attend_xla(*args, **options)
-    monkeypatch.setitem(attention.BACKENDS, "pallas", wrong)
-    _, ours = devices.attention_findings()
-    assert ours.status == "error" and "Attention (pallas, float32) differs from the reference by 10 %" in ours.message

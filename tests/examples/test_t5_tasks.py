@@ -57,7 +57,7 @@ def test_without_t5_its_tasks_are_ours(module):
     """This environment does not have t5."""
     assert import_task_module(module) is t5_tasks
     with pytest.raises(ModuleNotFoundError):
-        user_modules.import_module("t5.models")
+        user_modules.import_module("t5.models", configuration.FALLBACKS)
 
 
 def test_gin_files_import_them(tmp_path):

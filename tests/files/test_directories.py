@@ -6,8 +6,9 @@ import fsspec
 import pytest
 
 from t5x.errors import UserError
-from t5x.files import directories, remote
+from t5x.files import remote
 from t5x.files.digests import digest_of
+from t5x.files.directory import open_directory, split
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -16,9 +17,9 @@ def directory(request, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
     if request.param == "local":
         (tmp_path / "place").mkdir()
-        yield directories.open_directory(tmp_path / "place")
+        yield open_directory(tmp_path / "place")
         return
-    yield directories.open_directory("memory://bucket/place")
+    yield open_directory("memory://bucket/place")
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
@@ -63,7 +64,7 @@ def test_programs_that_take_a_path_write_files(directory):
 
 
 def test_a_path_is_split(directory):
-    parent, name = directories.split(directory.path("file"))
+    parent, name = split(directory.path("file"))
     assert (str(parent), name) == (str(directory), "file")
     below = directory / "below"
     below.make()
@@ -74,4 +75,4 @@ def test_a_path_is_split(directory):
 def test_a_bucket_is_not_a_file():
     pytest.importorskip("s3fs")
     with pytest.raises(UserError, match="s3://bucket/NAME"):
-        directories.split("s3://bucket")
+        split("s3://bucket")

@@ -174,7 +174,7 @@ def test_a_staged_copy_is_whole_after_a_power_cut(disk, tmp_path, monkeypatch):
     monkeypatch.setenv("T5X_CACHE_DIR", str(disk.root / "cache"))
     (copy,) = local_copies.stage([str(tmp_path / "x.txt.gz")], copy_progress)
     monkeypatch.setenv("T5X_CACHE_DIR", str(disk.cut(tmp_path / "after") / "cache"))
-    monkeypatch.setattr(local_copies._Plan, "make", lambda *_: pytest.fail("it was there before the power cut"))
+    monkeypatch.setattr(local_copies._CopiedFile, "make", lambda *_: pytest.fail("it was there before the power cut"))
     (again,) = local_copies.stage([str(tmp_path / "x.txt.gz")], copy_progress)
     assert Path(again.path).read_bytes() == Path(copy.path).read_bytes() == b"line\n" * 1000
 

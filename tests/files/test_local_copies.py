@@ -74,7 +74,7 @@ def test_a_compressed_file_is_decompressed_once(tmp_path, cache, caplog, monkeyp
     said = caplog.text
     assert f"{path}: copying" in said and f"to {cache}" in said and human_size(len(CONTENT)) in said
 
-    monkeypatch.setattr(local_copies._Plan, "make", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(local_copies._CopiedFile, "make", lambda *_: pytest.fail("it is there already"))
     assert texts(TextLineDataSource({"train": path})) == LINES
 
 
@@ -245,7 +245,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
         "from t5x.data import TextLineDataSource\n"
         f"print(TextLineDataSource({{'train': {str(path)!r}}}).num_examples('train'))"
     )
-    lock = local_copies._plan(str(path)).entry.lock
+    lock = local_copies._resolve(str(path)).entry.lock
     cache_directory.make("data")
     with locks.locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from t5x.checkpoints import manifest, paths
-from t5x.checkpoints.checkpoint_files import Entry
+from t5x.files.local import FileEntry
 from t5x.files.untrusted import open_regular
 from tests.fuzz.value_mutations import HUGE, mutate_json
 
@@ -186,7 +186,7 @@ def repair_checkpoint(directory: Path) -> None:
             kept = {name for name in content["files"] if (directory / name).is_file()}
             kept |= {str(file.relative_to(directory)) for file in files(directory) if file != stored}
             small = [name for name in kept if paths.is_plain_relative(name) and _size(directory / name) < _LARGE]
-            records = manifest.hash_files(directory, dict.fromkeys(sorted(small), Entry(0)))
+            records = manifest.hash_files(directory, dict.fromkeys(sorted(small), FileEntry(0)))
             write(stored, manifest.Manifest(content["step"], records).to_bytes())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # the manifest itself is what was mutated

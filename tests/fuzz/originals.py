@@ -12,7 +12,7 @@ from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
-from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network
@@ -55,7 +55,7 @@ def write_originals(directory: Path) -> None:
 def _arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = {}
-    for parameter in parameters(CONFIG):
+    for parameter in t5_parameters(CONFIG):
         arrays[parameter.name] = rng.standard_normal(parameter.shape, np.float32)
         path = parameter.name.removeprefix(layout.PARAMS)
         if not path.endswith(

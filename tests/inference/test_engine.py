@@ -11,7 +11,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.inference.engine import Engine
 from t5x.inference.jobs import JobProgress
 from t5x.inference.loaded import LoadedModel
-from t5x.inference.task_examples import Placed, TaskExamples
+from t5x.inference.task_examples import IndexedExample, TaskExamples
 from t5x.inference.task_inference import TaskJob
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
@@ -71,7 +71,7 @@ def test_a_task_gets_what_was_sown_for_each_of_its_examples(engine):
         description="score", engine=engine, program=engine.program(sown), cfg=cfg, lengths=LENGTHS, mode="score",
         examples=TaskExamples(task, cfg, LENGTHS), job={}, chunk_size=6, keep_aux_as_numpy=True, keep_position=True,
     )  # fmt: skip
-    placed = [Placed(example, i, None) for i, example in enumerate(EXAMPLES)]
+    placed = [IndexedExample(example, i, None) for i, example in enumerate(EXAMPLES)]
     ((numbers, aux), _), _ = job.compute(placed, JobProgress(job, quiet=True))
     assert numbers == list(range(3, 9))
     np.testing.assert_array_equal(aux["layers"][:, 2, 0], 200 + np.arange(3, 9))

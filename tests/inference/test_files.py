@@ -320,7 +320,7 @@ REFUSED = {
     "a module that is not there": (["--import=nowhere_at_all"], "nowhere_at_all"),
     "an output that is there": (["--output={place}/expected.jsonl"], "exists already", "--overwrite"),
     "an output without a directory": (["--output={place}/none/out.jsonl"], "{place}/none"),
-    "gin": (["--gin.BATCH_SIZE=3"], "--gin_file", "--model"),
+    "gin": (["--gin.BATCH_SIZE=3"], "--gin.…", "--model"),
     "a directory for data": (["--tfds_data_dir=x"], "--tfds_data_dir"),
 }
 

@@ -17,8 +17,8 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
 from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
-from t5x.partitioning import PjitPartitioner, multiprocess
-from t5x.ranking.reranking import Given, rerank
+from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
+from t5x.ranking.reranking import RerankInput, rerank
 from t5x.verbs.eval_from_files import evaluate_file
 from t5x.verbs.file_options import FileEvaluation
 
@@ -47,8 +47,8 @@ def work(directory: Path, output: Path) -> None:
         summarize_config_fn=None,
     )
     rerank(
-        model_dir, Given(pairs=str(directory / "passages.tsv")), str(output / "run.trec"), template="{query}{document}",
-        labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
+        model_dir, RerankInput(pairs=str(directory / "passages.tsv")), str(output / "run.trec"),
+        template="{query}{document}", labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
     )  # fmt: skip
     answer_file(
         model_dir, str(directory / "questions.jsonl"), str(output / "answers.jsonl"), max_length=6, max_input_length=32,
@@ -68,7 +68,7 @@ def main() -> None:
         list_steps = paths.list_steps
         paths.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
         work(directory, directory / f"of-{count}")
 

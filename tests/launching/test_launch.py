@@ -11,7 +11,7 @@ WRONG = {
     "an unknown engine": ("cloud -- train", "cloud", "local"),
     "no command": ("local", "-- train"),
     "an unknown verb": ("local -- tran", "tran"),
-    "a verb of one process": ("local -- bench", "t5x bench", "one process"),
+    "a verb of one process": ("local -- plan", "t5x plan", "one process"),
     "an unknown option of the verb": (f"local -- train --gin_file={DATES} --dryrun", "--dry_run"),
     "the place of a process": (f"local -- train --gin_file={DATES} --process_index=1", "--process_index"),
     "no processes": (f"local --nocheck --processes 0 -- train --gin_file={DATES}", "--processes"),

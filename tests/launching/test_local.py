@@ -30,7 +30,7 @@ for _ in range(1000):
 
 def run(monkeypatch, *programs: str) -> int:
     """Run Python programs as processes, and restore the signal handlers."""
-    monkeypatch.setattr(local, "_PATIENCE", 1.0)
+    monkeypatch.setattr(local, "_EXIT_SECONDS", 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return local.run_together([[sys.executable, "-c", program] for program in programs], {})
@@ -68,7 +68,7 @@ def test_the_cause_is_named_not_its_consequences(monkeypatch):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on_and_the_save_is_awaited(signum):
     program = (
-        "import signal, sys; from t5x.launching import local; local._PATIENCE = 0.5;"
+        "import signal, sys; from t5x.launching import local; local._EXIT_SECONDS = 0.5;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored if the tests run in the background
         f"sys.exit(local.run_together([[sys.executable, '-c', {SAVES!r}, n] for n in ('0', '2')], {{}}))"
     )

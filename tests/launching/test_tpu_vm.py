@@ -272,11 +272,9 @@ def test_processes_that_hold_the_chips(cloud: Cloud):
     cloud.started.append(holder)
     (cloud.path / "run-1").mkdir()
     (cloud.path / "run-1/holders").write_text(f"/proc/{holder.pid}/fd/7\n")
-    with pytest.raises(UserError, match=rf"worker 1.*{holder.pid}.*sleep 300.*--kill_holders"):
+    with pytest.raises(UserError, match=rf"worker 1.*{holder.pid}.*sleep 300.*sudo kill {holder.pid}"):
         cloud.launch()
     assert holder.poll() is None
-    assert cloud.launch("--kill_holders") == 0
-    assert holder.wait(5) == -signal.SIGKILL
 
 
 def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
@@ -300,24 +298,21 @@ def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
 
 
 @pytest.mark.parametrize(
-    ("verb", "printed", "fix"),
+    ("verb", "printed"),
     [
-        ("describe", "You do not currently have an active account selected.", "gcloud auth login"),
-        ("describe", "The required property [project] is not currently set.", "--project"),
-        ("describe", "Permission denied on 'locations/us-west9-x' (or it may not exist).", "tpus locations list"),
-        ("create", "Cloud TPU API has not been used in project 12 before or it is disabled.", "gcloud services enable"),
-        ("create", "Quota limit 'TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI' has been exceeded.", "quotas"),
-        ("create", "INVALID_ARGUMENT: accelerator type v4-16 is not supported in this zone", "accelerator-types list"),
-        ("create", "INVALID_ARGUMENT: unknown runtime version", "--runtime"),
-        ("create", "PERMISSION_DENIED: user may not tpu.nodes.create", "roles/tpu.admin"),
-        ("ssh", "SSH Key is not present in the SSH agent.", "ssh-add"),
+        ("describe", "You do not currently have an active account selected."),
+        ("create", "Quota limit 'TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI' has been exceeded."),
+        ("create", "RESOURCE_EXHAUSTED: Quota limit exceeded."),
+        ("create", "PERMISSION_DENIED: user may not tpu.nodes.create"),
+        ("ssh", "SSH Key is not present in the SSH agent."),
     ],
-)  # fmt: skip
-def test_mistakes_get_one_message_with_the_fix(cloud: Cloud, verb: str, printed: str, fix: str):
+)
+def test_mistakes_get_gclouds_message_and_no_retry(cloud: Cloud, verb: str, printed: str):
     cloud.set(faults={verb: [printed] * 3})
     with pytest.raises(UserError) as error:
         cloud.launch("--max_restarts=0")
-    assert printed in str(error.value) and fix in str(error.value)
+    assert printed in str(error.value) and not isinstance(error.value, TemporaryError)
+    assert cloud.get("calls").count(verb) == 1
 
 
 def test_no_gcloud(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
@@ -370,7 +365,7 @@ def test_another_kind_of_node_is_refused(cloud: Cloud):
     [
         ("--topology=v4-7", "train", "even"),
         ("--topology=v5e-12", "train", "1, 4, 8, 16"),
-        ("--topology=h100x8", "train", "skypilot"),
+        ("--topology=h100x8", "train", "slurm"),
         ("--poll_seconds=0", "train", "--poll_seconds"),
         ("--max_restarts=-1", "train", "--max_restarts"),
         ("--spot", "train --gin.MODEL_DIR=runs/mine", "gs://"),
@@ -389,11 +384,11 @@ def test_dry_run_saves_what_would_run(cloud: Cloud, capfd):
     assert cloud.launch(*options, command="train --gin.MODEL_DIR=gs://b/x y") == 0
     assert cloud.get("calls") == []
     saved = {path.name: path.read_text() for path in (cloud.path / "saved").iterdir()}
-    assert "--accelerator-type=v4-16" in saved["commands.sh"] and "--spot" in saved["commands.sh"]
+    assert "--accelerator-type=v4-16" in saved["create.sh"] and "--spot" in saved["create.sh"]
     assert "env 'XLA_FLAGS=--a b' ../env/bin/t5x train --gin.MODEL_DIR=gs://b/x y" in saved["start.sh"]
     printed = capfd.readouterr().out
     assert all(text in printed for text in saved.values())
-    for name in ("install.sh", "start.sh", "follow.sh", "status.sh", "commands.sh"):
+    for name in ("create.sh", "install.sh", "start.sh"):
         subprocess.run(["bash", "-n", cloud.path / "saved" / name], check=True)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from t5x.errors import UserError
-from t5x.network import attention, attention_choice, relative_position
-from t5x.network.attention import Mask
+from t5x.kernels import tpu_ops
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import Hardware, choose, ops, use
+from t5x.network import attention
 from t5x.network.keys import Keys
-from t5x.network.relative_position import RelativeBias
 from tests import tiny
 from tests.tiny import arrays, segments
 
@@ -75,15 +76,15 @@ def test_one_key_is_all_there_is_to_attend_to():
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("shape", [(5, 9), (200, 320), (130, 7), (1, 1)], ids=str)
-def test_the_bias_as_a_matrix_is_the_same_on_tpus(monkeypatch, shape, bidirectional):
+def test_the_bias_as_a_matrix_is_the_same_on_tpus(shape, bidirectional):
     bias = RelativeBias(arrays((HEADS, 32))[0], bidirectional)
     distance = np.arange(shape[1]) - np.arange(shape[0])[:, None]
     (weights,) = arrays((HEADS, *shape))
     wanted = np.zeros(bias.table.shape)
     np.add.at(wanted.T, bias.buckets(distance), np.moveaxis(weights, 0, -1))
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(relative_position, "platform", lambda platform=platform: platform)
-        matrix, backward = jax.vjp(lambda table: bias.replace(table=table).matrix(*shape), bias.table)
+        chosen = choose(Hardware(platform))
+        matrix, backward = jax.vjp(lambda table: chosen.bias_matrix(bias.replace(table=table), *shape), bias.table)  # noqa: B023
         np.testing.assert_array_equal(matrix, bias.table[:, bias.buckets(distance)])
         np.testing.assert_allclose(backward(weights)[0], wanted, rtol=1e-4, atol=1e-4)
 
@@ -100,15 +101,15 @@ def test_the_bias_as_a_matrix_is_the_same_on_tpus(monkeypatch, shape, bidirectio
     ids=str,
 )
 def test_fused_attention_on_a_tpu_is_asked_for_and_says_what_it_cannot_do(monkeypatch, shape, dtype, mask, reason):
-    monkeypatch.setattr(attention_choice, "platform", lambda: "tpu")
-    monkeypatch.setattr(attention_choice, "vmem_bytes", lambda: 16 << 20)
+    monkeypatch.setattr(tpu_ops, "vmem_bytes", lambda: 16 << 20)
     query = jax.ShapeDtypeStruct(shape, dtype)
-    assert attention._choose(query, query, mask, None, "auto") == "xla"
-    if reason is None:
-        assert attention._choose(query, query, mask, None, "pallas") == "pallas"
-    else:
-        with pytest.raises(UserError, match=f"{reason}.*: set it to 'auto' or 'xla'"):
-            attention._choose(query, query, mask, None, "pallas")
+    with use(choose(Hardware("tpu"))):
+        assert attention._choose(query, query, mask, None, "auto") == "xla"
+        if reason is None:
+            assert attention._choose(query, query, mask, None, "pallas") == "pallas"
+        else:
+            with pytest.raises(UserError, match=f"{reason}.*: set it to 'auto' or 'xla'"):
+                attention._choose(query, query, mask, None, "pallas")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
@@ -156,8 +157,8 @@ def test_cudnn_agrees_with_float32(q: int, k: int, causal: bool):
 
     parts = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (query, key, value, table)]
     of = lambda backend, dtype: jax.value_and_grad(loss, (2, 3, 4, 5), has_aux=True)(backend, dtype, *parts)
-    (_, out), gradients = of(attention.attend_xla, jnp.float32)
-    (_, fast), found = of(attention.attend_cudnn, jnp.bfloat16)
+    (_, out), gradients = of(ops().attend_xla, jnp.float32)
+    (_, fast), found = of(ops().attend_cudnn, jnp.bfloat16)
     for one, other in zip([fast, *found], [out, *gradients], strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
@@ -190,4 +191,4 @@ def test_padding_within_a_row_is_no_number_with_cudnn():
     query, key, value = (x.astype(jnp.bfloat16) for x in arrays(*[(2, 8, HEADS, 64)] * 3))
     (table,) = arrays((HEADS, 32))
     mask = Mask(key_segments=jnp.array([[1] * 8, [1, 1, 0, 1, 1, 1, 0, 0]]))
-    assert np.isnan(np.asarray(attention.attend_cudnn(query, key, value, mask, RelativeBias(table, True)))).any()
+    assert np.isnan(np.asarray(ops().attend_cudnn(query, key, value, mask, RelativeBias(table, True)))).any()

@@ -13,10 +13,11 @@ import pytest
 
 from t5x import decoding
 from t5x.contrib.gpu.t5 import network as gpu_network
-from t5x.network import attention, decode_kernel, towers
-from t5x.network.attention import Mask, attend_xla
-from t5x.network.relative_position import RelativeBias
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import CpuOps, Hardware, ops, use
+from t5x.network import decode_kernel
 from tests import tiny
+from tests.kernels.simulated import CpuWithRowOffsets, nvidia
 
 ROWS, HEADS, LENGTH, HEAD_DIM = 3, 2, 48, 32
 INTERPRET = jax.default_backend() == "cpu"
@@ -32,7 +33,7 @@ def inputs(queries):
     return [jnp.asarray(np.asarray(x), jnp.bfloat16) for x in tiny.arrays(*shapes, scale=1.0)]
 
 
-reference = jax.jit(attend_xla)
+reference = jax.jit(ops().attend_xla)
 
 
 def expected(query, key, value, mask, bias=None):
@@ -86,17 +87,17 @@ def test_offsets_choose_the_rows_before_the_position():
 
 
 @pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 3), (decoding.greedy_decode, 1)])
-def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes):
+def test_row_offsets_do_not_change_what_is_decoded(decode, decodes):
     """40 rows that end at different times, the last in a smaller loop."""
     config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2 if decodes > 1 else 1)
     model = tiny.model(config, decode_fn=decode)
     params = tiny.random_params(config, seed=3)
     batch = tiny.batch(1, 40, 9, 16)
     found = []
-    for offsets in (False, True):
-        monkeypatch.setattr(towers, "on_nvidia_gpu", lambda offsets=offsets: offsets)
+    for ops_class in (CpuOps, CpuWithRowOffsets):
         predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes, return_all_decodes=True)
-        found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
+        with use(ops_class(Hardware("cpu"))):
+            found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
     (tokens, aux), (other_tokens, other_aux) = found
     assert len(np.unique(np.asarray(tokens))) > 5
     np.testing.assert_array_equal(tokens, other_tokens)
@@ -122,11 +123,10 @@ def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes,
     batch = tiny.batch(1, 6, 16, 16)
     monkeypatch.setattr(decode_kernel, "_PROGRAMS", 1)
     found = []
-    for kernels in (False, True):
-        monkeypatch.setattr(attention, "runs_triton", lambda kernels=kernels: kernels)
-        monkeypatch.setattr(towers, "on_nvidia_gpu", lambda kernels=kernels: kernels)
+    for chosen in (nvidia(capability=7.0), nvidia()):
         predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes)
-        found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
+        with use(chosen):
+            found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
     (tokens, aux), (other_tokens, other_aux) = found
     same = (np.asarray(tokens) == np.asarray(other_tokens)).all(-1)
     assert same.sum() >= 4  # rounding decides between tokens that are as likely

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x.network import elementwise_kernels, layers
-from t5x.network.keys import Keys, dropout_factors
+from t5x.network.keys import Keys
 from tests import tiny
 
 INTERPRET = jax.default_backend() == "cpu"
@@ -33,7 +33,8 @@ def test_the_gate_and_its_gradient_are_those_of_float32(activations, dropout_rat
     parts[0, :, 0, :10] = [-1e12, -1e4, -300, -40, -12, -9, -7, 7, 12, 1e4]
     narrow = parts, gradient = [np.asarray(x).astype(jnp.bfloat16) for x in (parts, gradient)]
     keys = Keys(None, jax.random.split(jax.random.key(0), ROWS[0]))
-    factors = dropout_factors(FEATURES, dropout_rate, keys)
+    keep = keys.keep((1, FEATURES), dropout_rate)
+    factors = jnp.where(keep, 1.0 / (1.0 - dropout_rate), 0.0) if dropout_rate else None
     gate = functools.partial(elementwise_kernels.gate, factors=factors, activations=activations, interpret=INTERPRET)
 
     def plain(parts):

@@ -14,11 +14,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import ops
 from t5x.network import flash_preparation as flash
-from t5x.network.attention import Mask, attend_xla
 from t5x.network.flash_attention import flash_attention
-from t5x.network.flash_kernels import Block, Rules, Tiles
-from t5x.network.relative_position import RelativeBias
+from t5x.network.flash_kernels import Block, MaskRules, Tiles
 from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -61,7 +61,8 @@ def check(
 
     def ours(query, key, value, table):
         return flash_attention(
-            query, key, value, mask, bias_of(table), softcap=softcap, blocks=blocks, for_tpu=for_tpu,
+            query, key, value, mask, bias_of(table), softcap=softcap, blocks=blocks,
+            target="tpu" if for_tpu else ops().flash_target,
             interpret=TPU_INTERPRETER if for_tpu else not ON_GPU,
         )  # fmt: skip
 
@@ -69,7 +70,7 @@ def check(
         *args, table = (x.astype(jnp.float32) for x in args)
         allowed = mask.allowed(q, k)
         is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (2, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
-        return is_seen * attend_xla(*args, mask, bias_of(table), **({} if softcap is None else {"softcap": softcap}))
+        return is_seen * ops().attend_xla(*args, mask, bias_of(table), softcap)
 
     def results(function):
         out, backward = jax.vjp(function, *parts, table)
@@ -152,7 +153,7 @@ def test_the_kernels_for_tpus_lower_with_the_blocks_that_are_chosen():
     def gradients(query, key, table, ids, prefix):
         mask = Mask(ids, ids, prefix=prefix, causal=True, window=200)
         compute = lambda query, key, table: flash_attention(
-            query, key, key, mask, RelativeBias(table, False), softcap=50.0, for_tpu=True
+            query, key, key, mask, RelativeBias(table, False), softcap=50.0, target="tpu"
         )
         return jax.vjp(compute, query, key, table)[1](query)
 
@@ -180,7 +181,7 @@ def test_no_block_with_work_is_skipped(seed: int):
     ids = [None, segments(rng.integers(0, k + 1, 2), k), packed(2, k, 3, seed)][rng.integers(3)]
     mask = Mask(ids, ids if q == k else None, prefix=prefix, causal=causal, window=[None, 5][rng.integers(2)])
     codes_of = lambda: flash._codes((2, q), mask.key_segments, mask.query_segments, mask.prefix)
-    rules = Rules(jax.eval_shape(codes_of)[0] is not None, causal, prefix is not None, mask.window)
+    rules = MaskRules(jax.eval_shape(codes_of)[0] is not None, causal, prefix is not None, mask.window)
     ranges = lambda of_keys: flash.block_ranges(rules, block, (q, k), *codes_of(), of_keys=of_keys)
     allowed, *ranges = jax.jit(lambda: (mask.allowed(q, k), ranges(False), ranges(True)))()
     allowed = np.broadcast_to(True if allowed is None else np.asarray(allowed), (2, 1, q, k))[:, 0]
@@ -193,13 +194,13 @@ def test_no_block_with_work_is_skipped(seed: int):
         work, full = (np.swapaxes(x, 1, 2) if of_keys else x for x in (some, every))
         assert (work <= is_visited).all()
         assert ((is_whole & is_visited) <= full).all()
-        if rules == Rules():
+        if rules == MaskRules():
             assert is_whole.all()
 
 
 def test_blocks_of_examples_that_share_no_segment_are_skipped():
     ids = jnp.array(np.repeat(np.arange(1, 5, dtype=np.int32), 8)[None])
-    ranges = jax.jit(lambda ids: flash.block_ranges(Rules(coded=True), Block(8, 8), (32, 32), ids, ids))(ids)
+    ranges = jax.jit(lambda ids: flash.block_ranges(MaskRules(coded=True), Block(8, 8), (32, 32), ids, ids))(ids)
     np.testing.assert_array_equal(ranges[0], [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]])
 
 

@@ -5,26 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.gpu_ops import HopperOps
+from t5x.kernels.ops import ops
 from t5x.network import flash_hopper as hopper
 from t5x.network import flash_preparation
-from t5x.network.attention import Mask, attend_pallas, attend_xla
-from t5x.network.flash_kernels import Rules
-from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.devices import on_hopper
+from t5x.network.flash_kernels import MaskRules
 from tests.network.test_flash_attention import packed
 from tests.tiny import arrays, segments
 
 RULES = [
-    Rules(reach=(113, 113)),
-    Rules(coded=True, reach=(113, 113)),
-    Rules(coded=True, causal=True, prefix=True, reach=(113, 0)),
-    Rules(causal=True),
-    Rules(coded=True, window=100, softcap=50.0),
+    MaskRules(reach=(113, 113)),
+    MaskRules(coded=True, reach=(113, 113)),
+    MaskRules(coded=True, causal=True, prefix=True, reach=(113, 0)),
+    MaskRules(causal=True),
+    MaskRules(coded=True, window=100, softcap=50.0),
 ]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_it_lowers_for_a_gpu(rules: Rules):
+def test_it_lowers_for_a_gpu(rules: MaskRules):
     array = lambda *shape, dtype="int32": jax.ShapeDtypeStruct(shape, dtype)
     query, key = array(4, 512, 4, 64, dtype="bfloat16"), array(4, 256, 2, 64, dtype="bfloat16")
     q_codes, k_codes = (array(4, 512), array(4, 256)) if rules.coded else (None, None)
@@ -65,14 +65,15 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU, and T5X_TEST_PLATFORM=cuda")
+@pytest.mark.skipif(not isinstance(ops(), HopperOps), reason="needs a Hopper GPU, and T5X_TEST_PLATFORM=cuda")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_agree_with_the_reference(case: str):
     (q, k), key_heads, dtype, mask, bidirectional = CASES[case]
     mask = mask()
     softcap = {"softcap": 2.0} if case == "window" else {}
     bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional)
-    assert flash_preparation.make_plan((q, k), 64, mask, bias_of(jnp.zeros((4, 32)))).target == "hopper"
+    plan = flash_preparation.make_plan((q, k), 64, mask, bias_of(jnp.zeros((4, 32))), target="hopper")
+    assert plan.target == "hopper"
     rows = 40 if max(q, k) < 1000 else 8  # several items for each thread block
     shapes = [(rows, q, 4, 64), (rows, k, key_heads, 64), (rows, k, key_heads, 64), (rows, q, 4, 64), (4, 32)]
     query, key, value, weights, table = (x.astype(dtype) for x in arrays(*shapes, seed=q))
@@ -87,9 +88,9 @@ def test_outputs_and_gradients_agree_with_the_reference(case: str):
         out, backward = jax.vjp(compute, *arguments, table)
         return out, *backward(weights.astype(out.dtype))
 
-    reference = lambda *x, **options: is_seen * attend_xla(*x, **options)
+    reference = lambda *x, **options: is_seen * ops().attend_xla(*x, **options)
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda *x: results(attend_pallas, *x))(query, key, value)
+        found = jax.jit(lambda *x: results(ops().attend_pallas, *x))(query, key, value)
         wide = (x.astype(jnp.float32) for x in (query, key, value))
         wanted = jax.jit(lambda *x: results(reference, *x))(*wide)
     for name, one, other in zip(("out", "query", "key", "value", "table"), found, wanted, strict=True):

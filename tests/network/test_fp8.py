@@ -20,7 +20,7 @@ from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig, fp8
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from t5x.trainer.restore import Run, restore_or_init, restore_state
+from t5x.trainer.restore import RunState, restore_or_init, restore_state
 from tests import tiny
 from tests.programs import run_python
 
@@ -197,7 +197,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
     for i in range(3):
         state, _ = step(state, batch(i))
     with CheckpointStore(tmp_path) as store:
-        store.save(3, state.state_dict(), sidecars=sidecars(layout.model, None) | Run(0).sidecars())
+        store.save(3, state.state_dict(), sidecars=sidecars(layout.model, None) | RunState(0).sidecars())
         store.wait()
         resumed, _ = restore_or_init(store, None, layout.model, layout, jax.random.key(2))
     assert_same(resumed, state)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.network import layers, norm_kernels
+from t5x.kernels.ops import rms_norm
+from t5x.network import norm_kernels
 from tests import tiny
 from tests.programs import REPO, run_python
 
@@ -23,7 +24,7 @@ def error(made, expected):
 
 
 def plain(x, scale):
-    return layers.rms_norm(x, scale, jnp.float32, EPSILON)
+    return rms_norm(x, scale, jnp.float32, EPSILON)
 
 
 @pytest.mark.parametrize("residual", ["bfloat16", "float32"])
@@ -51,7 +52,7 @@ def test_the_norm_and_its_gradients_are_those_of_float32(shape, residual):
     np.testing.assert_array_equal(of_branch, made)
     assert (made.dtype, gradients[0].dtype, gradients[1].dtype) == (NARROW, residual, jnp.float32)
     assert error(made, expected) < 0.005
-    assert np.mean(made != layers.rms_norm(x, scale, NARROW, EPSILON)) < 1e-3  # the same roundings
+    assert np.mean(made != rms_norm(x, scale, NARROW, EPSILON)) < 1e-3  # the same roundings
     # A position of zeros has gradients a thousand times those of the others.
     for these in (np.s_[0, 0], np.s_[-1, -1], np.s_[:, 1:]):
         assert error(gradients[0][these], expected_x[these]) < 0.005
@@ -72,16 +73,14 @@ def test_nan_and_infinity_are_passed_on():
 
 # Run with four devices.
 DIVIDED = """
-import functools
 import jax, jax.numpy as jnp, numpy as np
-from t5x.network import elementwise_kernels, layers, norm_kernels
+from t5x.kernels.ops import use
+from t5x.network import layers
 from t5x.network.keys import Keys
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.logical import axis_rules
+from tests.kernels.simulated import nvidia
 from tests.tiny import arrays
-for module, name in ((norm_kernels, "branch"), (elementwise_kernels, "gate")):
-    setattr(module, name, functools.partial(getattr(module, name), interpret=True))
-layers.platform = lambda: "gpu"  # where the gate's kernels are joined
 x, weights = arrays((8, 64, 128), (8, 64, 128))
 scale, *kernels = arrays((128,), (128, 64), (128, 64), (64, 128))
 norm, mlp = layers.RMSNorm(jnp.float32), layers.MLP(64, ("gelu", "linear"), 0.3, jnp.float32)
@@ -92,9 +91,9 @@ def loss(x, scale, kernels):
     y = x + mlp.apply({"params": params}, y, keys)
     return (weights * norm.apply({"params": {"scale": scale}}, y)).sum()
 def gradients(mesh, rules, kernels_too):
-    layers.runs_triton = lambda: kernels_too
+    capability = 8.0 if kernels_too else 7.0
     def traced(*args):
-        with axis_rules(mesh, rules):
+        with axis_rules(mesh, rules), use(nvidia(capability, count=4)):
             return jax.value_and_grad(loss, (0, 1, 2))(*args)
     lowered = jax.jit(traced).lower(x, scale, kernels)
     regions = lowered.as_text().count("sdy.manual_computation") + lowered.as_text().count("jax.shard_map(")

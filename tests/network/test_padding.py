@@ -15,8 +15,9 @@ import t5x
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.inference.engine import Engine
+from t5x.kernels.ops import BACKENDS, Ops
 from t5x.models import DecoderOnlyModel
-from t5x.network import DecoderWrapper, TransformerConfig, attention, padding
+from t5x.network import DecoderWrapper, TransformerConfig, padding
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.models import RankingFeatureConverter
 from t5x.trainer import StateLayout
@@ -28,15 +29,16 @@ TARGETS = [[70, 1], [70, 1], [70, 0, 71, 1], [71, 1], [72, 73, 1]]
 BETWEEN = {1, 2, 3}
 
 
-def at_the_end_alone(query, key, value, mask, bias):
-    out = attention.attend_xla(query, key, value, mask, bias)
+def at_the_end_alone(self, query, key, value, mask, bias, softcap=None):
+    out = self.attend_xla(query, key, value, mask, bias, softcap)
     real = jnp.ones(key.shape[:2], bool) if mask.key_segments is None else mask.key_segments > 0
     return out + jnp.where(jnp.all(real[:, 1:] <= real[:, :-1]), 0.0, jnp.nan)
 
 
 @pytest.fixture
 def fused(monkeypatch):
-    monkeypatch.setitem(attention.BACKENDS, "fused", at_the_end_alone)
+    monkeypatch.setitem(BACKENDS, "fused", False)
+    monkeypatch.setattr(Ops, "attend_fused", at_the_end_alone, raising=False)
 
 
 def with_backend(module, name):
@@ -52,7 +54,7 @@ def test_texts_with_padding_between_are_computed_apart(fused, tmp_path):
         [[{"inputs": i, "targets": t}] for i, t in zip(INPUTS, TARGETS, strict=True)], {"inputs": 6, "targets": 4}
     )  # fmt: skip
     assert np.isnan(jax.jit(ours.model.compute_logits)(ours.engine.params, batch)).all()
-    ways = padding.Program("usual", "by reference")
+    ways = padding.MaskingVariants("usual", "by reference")
     assert ways.chosen(ours.model, batch) == "by reference" and ways.chosen(expected.model, batch) == "usual"
     assert ways.chosen(ours.model, {name: array[[0, 4]] for name, array in batch.items()}) == "usual"
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention, attention_choice
-from t5x.network.attention import Mask
-from t5x.network.relative_position import RelativeBias
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import ops, use
+from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention
 from tests import tiny
+from tests.kernels.simulated import InterpretedAttention
 from tests.programs import REPO, run_python
 from tests.tiny import arrays, segments
 
@@ -24,11 +25,9 @@ PREFIX = jnp.tile(jnp.arange(33) % 20 < 8, (2, 1))
 
 
 @pytest.fixture(autouse=True)
-def _kernel_everywhere(monkeypatch):
+def _kernel_everywhere():
     """Let `attention_backend="pallas"` use the interpreter on a CPU."""
-    if not ON_GPU:
-        monkeypatch.setattr(attention_choice, "_gpu_refuses", lambda query, mask: None)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("highest"), use(ops() if ON_GPU else InterpretedAttention()):
         yield
 
 
@@ -232,13 +231,13 @@ def test_layers_do_not_repeat_the_preparation():
 # Run with four devices, two for rows and two for heads.
 DIVIDED = """
 import jax, jax.numpy as jnp, numpy as np
-from t5x.network import attention, attention_choice
-from t5x.network.attention import Mask
-from t5x.network.relative_position import RelativeBias
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import use
+from t5x.network import attention
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.logical import axis_rules
+from tests.kernels.simulated import InterpretedAttention
 from tests.tiny import arrays
-attention_choice._gpu_refuses = lambda query, mask: None
 partitioner = PjitPartitioner(preset="tp", num_partitions=2)
 def check(rows, segmented, ways):
     query, key, value, weights = arrays(*[(rows, 40, 2, 16)] * 4)
@@ -252,7 +251,7 @@ def check(rows, segmented, ways):
             made = attention.attend(query, key, value, mask=mask, bias=bias, backend=backend)
             return (weights * made * (1 if ids is None else (ids > 0)[..., None, None])).sum()
         def traced(*args):
-            with axis_rules(partitioner.mesh, partitioner.rules):
+            with axis_rules(partitioner.mesh, partitioner.rules), use(InterpretedAttention(TARGET)):
                 return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
         lowered = jax.jit(traced).lower(query, key, value, table)
         assert backend == "xla" or "sdy.manual_computation" in lowered.as_text() or "shard_map" in lowered.as_text()
@@ -269,17 +268,17 @@ print(dict(partitioner.mesh.shape))
 
 @pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
 @pytest.mark.parametrize(
-    ("case", "platform"),
+    ("case", "target"),
     [
-        ("(4, True, (1, 0)), (4, False, (1,))", "gpu"),
-        ("(3, True, (1,)),", "gpu"),
+        ("(4, True, (1, 0)), (4, False, (1,))", "triton"),
+        ("(3, True, (1,)),", "triton"),
         ("(4, True, (1, 0)), (4, False, (1,))", "tpu"),
     ],
     ids=["even", "uneven", "tpu"],
 )
-def test_devices_prepare_and_compute_their_own_rows_and_heads(case, platform):
+def test_devices_prepare_and_compute_their_own_rows_and_heads(case, target):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    chosen = f"from t5x.network import flash_preparation; flash_preparation.platform = lambda: {platform!r}"
-    done = run_python("-c", f"{chosen}\nCASES = {case}\n{DIVIDED}", env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
+    program = f"TARGET = {target!r}\nCASES = {case}\n{DIVIDED}"
+    done = run_python("-c", program, env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'data': 2, 'model': 2}"

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from t5x import decoding, losses
+from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.ops import ops
 from t5x.network import CACHES, compute_params
-from t5x.network.attention import Mask, attend_cached, attend_folded, attend_xla
+from t5x.network.attention import attend_cached, attend_folded
 from t5x.network.blocks import DecoderLayer, EncoderLayer
 from t5x.network.keys import Keys
 from t5x.network.layers import MLP, RMSNorm, join_kernels
-from t5x.network.relative_position import RelativeBias
 from t5x.partitioning.partitioner import compiler_options
 from tests import tiny
 
@@ -110,7 +111,7 @@ def test_the_folded_query(length: int):
 
     def plain(query, source, key_kernel, value_kernel):
         key, value = ((source @ kernel).reshape(5, length, 4, 64) for kernel in (key_kernel, value_kernel))
-        return attend_xla(query, key, value, mask, None)
+        return ops().attend_xla(query, key, value, mask, None)
 
     parts = {"query": query, "source": source, "key_kernel": key_kernel, "value_kernel": value_kernel}
     check(f"folded query, {length} keys: ", *both_with_gradients(fast, plain, parts))
@@ -124,7 +125,7 @@ def test_attention_to_a_cache(beams: int, length: int):
     fast = lambda query, key, value: attend_cached(
         query.astype(NARROW), heads_first(key), heads_first(value), mask=mask
     )  # fmt: skip
-    plain = lambda query, key, value: attend_xla(query, key, value, mask, None)
+    plain = lambda query, key, value: ops().attend_xla(query, key, value, mask, None)
     check("cached attention", jax.jit(fast)(query, key, value), exactly(plain, query, key, value))
 
 

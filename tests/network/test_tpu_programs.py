@@ -13,12 +13,12 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from t5x.bench.workload import SIZES
 from t5x.errors import UserError
+from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.models import EncoderDecoderModel
-from t5x.network.attention import Mask, attend
-from t5x.network.relative_position import RelativeBias
+from t5x.network.attention import attend
 from t5x.partitioning import PjitPartitioner, devices, meshes
+from t5x.planning.workload import SIZES
 from t5x.trainer import StateLayout
 from t5x.trainer.abstract_run import abstract_trainer
 from tests import tiny
@@ -131,7 +131,7 @@ def test_the_bias_as_a_matrix_needs_no_larger_array():
     table, weights = (
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_device) for shape in ((4, 32), (4, 2048, 2048))
     )
-    matrix = lambda table: RelativeBias(table, True)._matrix_by_matmul(2048, 2048)
+    matrix = lambda table: RelativeBias(table, True).matrix_by_matmul(2048, 2048)
     for compute in (matrix, lambda table, weights: jax.vjp(matrix, table)[1](weights)):
         program = jax.jit(compute).lower(*(table, weights)[: 1 + (compute is not matrix)]).compile()
         assert program.memory_analysis().temp_size_in_bytes < 4 * 2048 * 2048

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from t5x.files import lease
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.inference.output import FileOutput
 from tests.inference.conftest import VERBS, run_verb, verb_inputs, verb_model  # noqa: F401
 from tests.object_stores import proxy, servers

@@ -13,7 +13,7 @@ from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
 from t5x.errors import UserError
 from t5x.files import remote
-from t5x.files.directories import open_directory
+from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers

@@ -13,14 +13,13 @@ from t5x.checkpoints import (
     CheckpointStore,
     DamagedCheckpoint,
     ModelDirLock,
-    checkpoint_files,
     manifest,
     paths,
 )
 from t5x.checkpoints import store as store_module
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
-from t5x.files import lease
+from t5x.files import lease, remote_directory
 from t5x.files.remote import RemotePath
 from t5x.files.remote_errors import TransientError
 from tests.object_stores import proxy
@@ -80,15 +79,15 @@ def test_answers_that_get_lost_do_not_fail_a_save(url, store):
 
 def test_a_save_and_its_verification_read_nothing_back(url, monkeypatch):
     with monkeypatch.context() as context:
-        context.setattr(checkpoint_files.RemoteFiles, "hash", None)
+        context.setattr(remote_directory.RemoteDirectory, "hash", None)
         checkpoints = saved(url, 1)
         manifest.verify(checkpoints.path(1))
     for name, record in manifest.read(checkpoints.path(1)).files.items():  # a copy is verified by the same hashes
-        assert checkpoint_files.open_files(checkpoints.path(1)).hash(name, "md5") == (record.size, record.md5)
+        assert paths.open_files(checkpoints.path(1)).hash(name, "md5") == (record.size, record.md5)
 
 
 def test_files_are_hashed_where_the_server_reports_no_md5(url, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "_md5", lambda info: "f" * 32)  # as the ETags of files that S3 encrypts
+    monkeypatch.setattr(remote_directory, "_md5", lambda info: "f" * 32)  # as the ETags of files that S3 encrypts
     checkpoints = saved(url, 1)
     records = manifest.read(checkpoints.path(1)).files
     assert all(record.sha256 and not record.md5 for record in records.values())

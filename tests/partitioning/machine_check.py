@@ -59,7 +59,7 @@ def check(root: Path, store: str = "") -> None:
             wait_for(lambda: "checkpoint_5 " in processes[0].output, processes)
             machines.connect(2, up=False)
             began = time.monotonic()
-            finish(processes, timeout=watch.SILENCE + 30)
+            finish(processes, timeout=watch.PEER_SILENCE_SECONDS + 30)
             print(f"all processes ended {time.monotonic() - began:.1f} s after machine2 lost its network:")
             print("\n".join(process.error() for process in processes), flush=True)
             assert_lost(processes, 2)

@@ -154,12 +154,16 @@ def die_first() -> None:
     time.sleep(100)
 
 
-def hang() -> None:
+def hang(victim: int = VICTIM) -> None:
     distributed.barrier("up")
-    if INDEX == VICTIM:
-        print(os.getpid(), flush=True)
+    if victim == INDEX:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(100)
+
+
+def hang_first() -> None:
+    """Process 0, where JAX's coordination service is, is stopped."""
+    hang(0)
 
 
 def wait() -> None:
@@ -193,7 +197,7 @@ def last() -> None:
 
 
 if __name__ == "__main__":
-    watch.SILENCE = 4.0
+    watch.PEER_SILENCE_SECONDS = 4.0
     jax.config.update("jax_platforms", os.environ.get("MEMBER_PLATFORMS", "cpu"))
     flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
     try:

@@ -213,16 +213,33 @@ data.TaskRegistry.add(
 """
 
 
-def test_other_data_is_refused(tmp_path):
+def train_on_files(tmp_path: Path, *contents: str) -> tuple[list[Path], list[str]]:
+    """The directories and the command of processes that train on files of the same name."""
     directories = pair(tmp_path)
-    for number, directory in enumerate(directories):
+    for directory, content in zip(directories, contents, strict=True):
         (directory / "tasks.py").write_text(TASKS)
-        (directory / "a.jsonl").write_text(f'{{"inputs": "{number}", "targets": "b"}}\n')
+        (directory / "a.jsonl").write_text(content)
     command = [
         "train", *GIN, "--gin.MIXTURE_OR_TASK_NAME='pairs'", f"--gin.MODEL_DIR='{tmp_path}/m'", "--import=tasks.py",
         "--gin.seqio.ByteVocabulary.extra_ids=0",
     ]  # fmt: skip
+    return directories, command
+
+
+def test_other_data_is_refused(tmp_path):
+    directories, command = train_on_files(
+        tmp_path, *(f'{{"inputs": "{number}", "targets": "b"}}\n' for number in range(2))
+    )
     refused(directories, command, [], "split train of pairs: ")
+
+
+def test_a_changed_line_that_is_not_sampled_is_refused(tmp_path):
+    lines = [json.dumps({"inputs": str(number), "targets": "b"}) + "\n" for number in range(1000)]
+    others = [*lines[:501], lines[501].replace("501", "999"), *lines[502:]]  # examples 500 and 503 are sampled
+    directories, command = train_on_files(tmp_path, "".join(lines), "".join(others))
+    content = f"content of a.jsonl, file 1 of pairs: process 0 has {len(''.join(lines)):,} bytes with the hash "
+    refused(directories, command, [], content)
+    assert not list((tmp_path / "m").glob("checkpoint_*"))
 
 
 def test_another_checkpoint_is_refused(tmp_path):

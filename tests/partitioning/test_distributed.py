@@ -150,14 +150,15 @@ def test_a_killed_coordinator_ends_the_others():
         assert_one_line(process, f"process 0 (host {socket.gethostname()}, pid {leader.pid}) died", "last checkpoint")
 
 
-def test_a_stopped_process_ends_the_others():
-    leader, victim = begin("hang", 2)
-    (done,) = finish([leader])
-    os.kill(victim.pid, signal.SIGCONT)
-    (woken,) = finish([victim])
+@pytest.mark.parametrize(("job", "victim"), [("hang", 1), ("hang_first", 0)])
+def test_a_stopped_process_ends_the_others(job, victim):
+    processes = begin(job, 2)
+    (done,) = finish([processes[1 - victim]])
+    os.kill(processes[victim].pid, signal.SIGCONT)
+    (woken,) = finish([processes[victim]])
     assert done.returncode == woken.returncode == 75
-    assert_one_line(done, "process 1 (host ", "4 s")
-    assert_one_line(woken, "process 0 (host ", "died")
+    assert_one_line(done, f"received nothing for 4 s from process {victim} (host ")
+    assert_one_line(woken, f"process {1 - victim} (host ", "died")
 
 
 def test_a_users_error_ends_all():
@@ -211,7 +212,8 @@ def test_an_unreachable_coordinator_is_one_error():
 
 
 def test_nobody_takes_the_port_of_jax_before_jax_does():
-    with multiprocess._hold_port("") as everywhere, multiprocess._hold_port("127.0.0.1") as here:
+    bind = lambda address: rendezvous.bind(address, 0, socket.SO_REUSEPORT)
+    with bind("") as everywhere, bind("127.0.0.1") as here:
         for held, host, family in (
             (everywhere, "127.0.0.1", socket.AF_INET),
             (everywhere, "::", socket.AF_INET6),
@@ -246,9 +248,9 @@ def slurm(monkeypatch, tasks: int, **more: str) -> None:
 def test_slurm_is_found(monkeypatch):
     find = lambda *flags: cluster.find(*(flags or (None, None, None)), required=False, timeout=1)
     slurm(monkeypatch, 4)
-    assert find() == cluster.Place("gpu003", 61447, 4, 1)  # JAX's own choice of a port: 61440 + job
-    assert find("other:99", None, None) == cluster.Place("other", 99, 4, 1)
-    assert find("other:99", 8, 5) == cluster.Place("other", 99, 8, 5)
+    assert find() == cluster.ProcessAddress("gpu003", 61447, 4, 1)  # JAX's own choice of a port: 61440 + job
+    assert find("other:99", None, None) == cluster.ProcessAddress("other", 99, 4, 1)
+    assert find("other:99", 8, 5) == cluster.ProcessAddress("other", 99, 8, 5)
     with pytest.raises(UserError, match="--process_index is 5: it must be 0 to 3"):
         find(None, None, 5)
     slurm(monkeypatch, 4, STEP_NUM_TASKS="1")
@@ -311,5 +313,5 @@ def test_tasks_of_slurm_in_cgroups_have_their_own_gpus(monkeypatch, tasks, expec
     for index, (visible, physical) in enumerate(tasks):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setenv("SLURM_STEP_GPUS", physical)
-        members.append(rendezvous.Member.here(cluster.Place("node", 1, 2, index)))
+        members.append(rendezvous.Member.here(cluster.ProcessAddress("node", 1, 2, index)))
     assert [rendezvous.own_gpus(member, members) for member in members] == expected

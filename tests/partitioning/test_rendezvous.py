@@ -14,8 +14,8 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.partitioning import cluster, multiprocess, rendezvous
-from t5x.partitioning.cluster import Place
-from t5x.partitioning.link import Link
+from t5x.partitioning.cluster import ProcessAddress
+from t5x.partitioning.link import Channel
 from t5x.partitioning.rendezvous import Member
 from tests.partitioning.test_distributed import begin, finish
 from tests.programs import free_port
@@ -32,25 +32,27 @@ class Gathering(threading.Thread):
 
     def __init__(self, timeout: float = 60, count: int = 2):
         super().__init__(daemon=True)
-        self.place = Place("127.0.0.1", free_port(), count, 0)
+        self.address = ProcessAddress("127.0.0.1", free_port(), count, 0)
         self.timeout = timeout
         self.result = self.error = None
         self.start()
 
     def run(self) -> None:
         try:
-            me = member(0, self.place.count)
-            self.result = rendezvous.gather(self.place, me, self.timeout, 5, address="127.0.0.1", token=TOKEN)
+            me = member(0, self.address.count)
+            self.result = rendezvous.gather(
+                self.address, me, self.timeout, 5, local_address="127.0.0.1", token=TOKEN
+            )
         except UserError as error:
             self.error = error
 
     def connect(self) -> socket.socket:
-        return connect(self.place.port)
+        return connect(self.address.port)
 
     def join(self, index: int = 1, count: int = 2, token: bytes = TOKEN) -> list[Member]:
-        members, link, port = rendezvous.join(self.place, member(index, count), 30, token=token)
+        members, channels, port = rendezvous.join(self.address, member(index, count), 30, token=token)
         assert port == 5
-        link.close()
+        channels[0].close()
         return members
 
     def finish(self) -> list[Member]:
@@ -63,8 +65,8 @@ class Gathering(threading.Thread):
 def gathering() -> Iterator[Gathering]:
     waiting = Gathering()
     yield waiting
-    for link in (waiting.result or ((), {}))[1].values():
-        link.close()
+    for channel in (waiting.result or ((), {}))[1].values():
+        channel.close()
 
 
 def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -76,6 +78,14 @@ def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def authenticate(sock: socket.socket) -> Channel:
+    """Return a connection whose other end, process 0, is known to have the token."""
+    channel = Channel(sock, TOKEN, leads=False)
+    while not channel.authenticated:
+        assert channel.receive() == []
+    return channel
 
 
 def is_closed(stranger: socket.socket) -> bool:
@@ -99,32 +109,33 @@ def test_a_stranger_with_another_token_is_turned_away(gathering):
     ids=str,
 )
 def test_who_does_not_fit_is_dropped(gathering, introduction):
-    link = Link(gathering.connect(), TOKEN, leads=False)
-    link.receive()
-    link.send(vars(member(1)) | introduction)
-    assert is_closed(link.socket)
+    channel = authenticate(gathering.connect())
+    channel.send(vars(member(1)) | introduction)
+    assert is_closed(channel.socket)
     assert gathering.join() == gathering.finish()
 
 
 def test_replayed_handshake_of_an_earlier_run_does_not_join(gathering):
     """The attacker does not have the token, but has recorded how the same process joined before."""
-    leader, joining = (Link(end, TOKEN, leads=n == 0) for n, end in enumerate(socket.socketpair()))
+    leader, joining = (Channel(end, TOKEN, leads=n == 0) for n, end in enumerate(socket.socketpair()))
     joining.receive()
     joining.send(vars(member(1)))
+    recorded = leader.socket.recv(1 << 16)
+    assert recorded.count(b"\n") == 3  # nonce, proof and introduction
     stranger = gathering.connect()
-    stranger.sendall(leader.socket.recv(1 << 16))
+    stranger.sendall(recorded)
     assert is_closed(stranger)
     assert gathering.join() == gathering.finish() == [member(0), member(1)]
 
 
 def test_a_silent_stranger_is_dropped(gathering, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HANDSHAKE", 0.1)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.1)
     assert is_closed(gathering.connect())
     assert gathering.join() == gathering.finish()
 
 
 def test_many_strangers_leave_room(gathering, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(rendezvous, "_MAX_UNAUTHENTICATED", 3)
     strangers = [gathering.connect() for _ in range(20)]
     assert all(is_closed(stranger) for stranger in strangers[:10])
     assert gathering.join() == gathering.finish()
@@ -133,22 +144,21 @@ def test_many_strangers_leave_room(gathering, monkeypatch):
 def test_process_that_died_before_all_had_joined_may_start_again():
     waiting = Gathering(count=3)
     for _ in range(2):
-        link = Link(waiting.connect(), TOKEN, leads=False)
-        link.receive()
-        link.send(vars(member(1, 3)))
-        link.close()
+        channel = authenticate(waiting.connect())
+        channel.send(vars(member(1, 3)))
+        channel.close()
     with ThreadPoolExecutor(2) as pool:
         joined = list(pool.map(lambda index: waiting.join(index, 3), (1, 2)))
     assert joined == [waiting.finish()] * 2 == [[member(n, 3) for n in range(3)]] * 2
-    for link in waiting.result[1].values():
-        link.close()
+    for channel in waiting.result[1].values():
+        channel.close()
 
 
 def test_nobody_listens_when_all_have_come(gathering):
     gathering.join()
     gathering.finish()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", gathering.place.port))
+        socket.create_connection(("127.0.0.1", gathering.address.port))
 
 
 @pytest.mark.parametrize(("index", "count", "words"), [(0, 2, "process_index=0"), (1, 3, "process_count=3")])
@@ -159,10 +169,18 @@ def test_another_number_or_the_same_index_is_refused(gathering, index, count, wo
     assert words in str(gathering.error)
 
 
+def test_a_missing_process_is_named_in_all_that_have_come():
+    waiting = Gathering(timeout=2, count=3)
+    with pytest.raises(UserError, match=r"1 of 3 processes did not connect: 1[.]"):
+        waiting.join(2, 3)
+    threading.Thread.join(waiting, 30)
+    assert "1 of 3 processes did not connect: 1." in str(waiting.error)
+
+
 def test_process_0_listens_only_at_its_address(gathering):
     gathering.connect().close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", gathering.place.port))
+        socket.create_connection(("127.0.0.2", gathering.address.port))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from t5x.bench.workload import SIZES, Workload
+from t5x.kernels.ops import ops, use
 from t5x.planning import estimates, memory, topologies
 from t5x.planning.memory import Share
-from t5x.planning.program import Collective, Program, collectives
+from t5x.planning.program import Collective, CompiledStep, collectives
+from t5x.planning.workload import SIZES, Workload
+from tests.kernels.simulated import nvidia
 
 # Adafactor, bfloat16, one device. GB: measured, except scanned layers without `full`, which XLA's compiler for the H200
 # assigns without a GPU. Milliseconds: docs/performance.md; with rematerialization, of older commits.
@@ -29,8 +31,8 @@ H200 = {
 def test_one_h200(case):
     batch, inputs, targets, remat, scan, gigabytes, milliseconds = H200[case]
     work = Workload(case.partition(",")[0], batch, inputs, targets, dtype="bfloat16", remat=remat, scan=scan)
-    run = estimates.Run(work.model, batch, inputs, targets)
-    topology = topologies.parse("h200x1")
+    run = estimates.PlannedRun(work.model, batch, inputs, targets)
+    topology = topologies.parse_topology("h200x1")
     share = estimates.share_of(run, topology, (1, 1))
     layout = estimates.layout_of(run, "dp", 1)  # replicated: each device has all of it
     found = estimates.peak_memory(run, share, layout, "dp", remat)
@@ -41,21 +43,20 @@ def test_one_h200(case):
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-def test_scanned_layers_keep_what_jax_saves(remat, kernels, monkeypatch):
+def test_scanned_layers_keep_what_jax_saves(remat, kernels):
     """With `kernels`, the layers are traced as for an NVIDIA GPU."""
     layers, rows = 3, 40
-    monkeypatch.setattr("t5x.network.layers.runs_triton", lambda: kernels)
-    monkeypatch.setattr("t5x.network.layers.platform", lambda: "gpu" if kernels else "cpu")
     config = dataclasses.replace(
         SIZES["tiny"], dtype="bfloat16", scan_layers=True, remat_policy=remat, num_encoder_layers=layers,
-        num_decoder_layers=layers, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=192,
+        num_decoder_layers=layers, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=192, attention_backend="xla",
     )  # fmt: skip
     work = Workload("tiny", rows, 48, 16)
-    model = estimates.Run(work.model, rows, 48, 16).with_config(**dataclasses.asdict(config)).model
+    model = estimates.PlannedRun(work.model, rows, 48, 16).with_config(**dataclasses.asdict(config)).model
     shapes = model.input_shapes({"inputs": 48, "targets": 16})
     params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))["params"]
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(work.batches()).items()}
-    traced = jax.make_jaxpr(jax.grad(lambda params, batch: model.loss_fn(params, batch)[0]))(params, batch)
+    with use(nvidia() if kernels else ops()):
+        traced = jax.make_jaxpr(jax.grad(lambda params, batch: model.loss_fn(params, batch)[0]))(params, batch)
     # Stacked results of the forward scans, without those of the weights, which have no batch dimension.
     kept = [
         out.aval for scan in scans(traced.jaxpr, layers) for out in scan.outvars
@@ -87,17 +88,17 @@ def scans(jaxpr, length):
 )
 def test_attention_weights_take_memory_without_fused_attention(device, backend, dtype, fused):
     work = Workload("base", 4, 4096, 512, dtype=dtype, attention=backend)
-    run = estimates.Run(work.model, 4, 4096, 512)
-    share = estimates.share_of(run, topologies.parse(device), (1, 1))
+    run = estimates.PlannedRun(work.model, 4, 4096, 512)
+    share = estimates.share_of(run, topologies.parse_topology(device), (1, 1))
     weights = 4 * 12 * 4096**2 * 12  # rows, heads, queries and keys, layers
     assert (memory.saved_bytes(run.config, share, "none") < 4 * weights) == fused
 
 
 def test_a_backend_that_a_cpu_lacks_can_be_planned():
     work = Workload("tiny", 2, 32, 16, dtype="bfloat16", attention="pallas")
-    topology = topologies.parse("v5e-1")
-    found = estimates.estimate(estimates.Run(work.model, 2, 32, 16), topology, "dp", (1, 1))
-    assert found.peak("none") > 0 and found.program.temporaries > 0
+    topology = topologies.parse_topology("v5e-1")
+    found = estimates.estimate(estimates.PlannedRun(work.model, 2, 32, 16), topology, "dp", (1, 1))
+    assert found.peak("none") > 0 and found.compiled.temporaries > 0
 
 
 def test_caches_are_those_of_the_model():
@@ -114,8 +115,9 @@ def test_names_of_topologies():
     sizes = {"v2-8": 8, "v4-32": 16, "v5p-64": 32, "v4-256": 128, "v5litepod-16": 16, "v6e-8": 8, "h200x8": 8,
              "a100-40gbx2": 2, "rtx-4090x2": 2}  # fmt: skip
     for name, devices in sizes.items():
-        assert topologies.parse(name).devices == devices, name
-    assert topologies.parse("a100-40gbx2").chip.memory == 40 and topologies.parse("a100x64").per_machine == 8
+        assert topologies.parse_topology(name).devices == devices, name
+    assert topologies.parse_topology("a100-40gbx2").chip.memory == 40
+    assert topologies.parse_topology("a100x64").per_machine == 8
 
 
 HLO = """
@@ -134,9 +136,9 @@ ENTRY %main (arg: f32[8]) -> f32[8] {
 
 
 def test_collectives_of_a_program():
-    found = {one.kind: one for one in collectives(HLO, per_machine=4)}
+    found = {collective.kind: collective for collective in collectives(HLO, per_machine=4)}
     assert found["all-gather"] == Collective("all-gather", 24, 2 * 8 * 128, group=4, across=True)
     assert found["all-reduce"] == Collective("all-reduce", 1, 4 * 257, group=2, across=False)
     assert found["reduce-scatter"] == Collective("reduce-scatter", 1, 4 * 16 * 4, group=4, across=True)
     assert found["all-reduce"].traffic == 4 * 257  # twice, to the one other device
-    assert Program(0, 0, list(found.values())).counts() == {"all-gather": 24, "all-reduce": 1, "reduce-scatter": 1}
+    assert CompiledStep(0, 0, list(found.values())).counts() == {"all-gather": 24, "all-reduce": 1, "reduce-scatter": 1}

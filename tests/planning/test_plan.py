@@ -49,7 +49,7 @@ def test_xxl_fits_where_it_is_divided(topology):
     assert found["fits"] and set(found["presets"]) == {"dp", "fsdp", "tp", "2d"}
     peaks = {name: one["peak_memory_gb"]["full"] for name, one in found["presets"].items()}
     assert peaks["dp"] > 100 > peaks["fsdp"] and peaks["dp"] > peaks["tp"] > peaks["2d"]
-    devices = topologies.parse(topology).devices
+    devices = topologies.parse_topology(topology).devices
     for name, one in found["presets"].items():
         # Only biases and scales, of less than 0.1 %, stay whole; XLA's arguments are the state and the batch.
         parts = {"dp": 1, "fsdp": devices, "tp": one["mesh"]["model"], "2d": devices}[name]

@@ -63,7 +63,7 @@ def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fiel
     assert str(tmp_path) in str(error.value)
 
 
-def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
+def test_pairwise_and_pointwise_rankers_are_distinguished(tmp_path):
     (tmp_path / "duot5-base-msmarco").mkdir()
     (tmp_path / "monot5-base-msmarco").mkdir()
     assert template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
@@ -74,9 +74,9 @@ def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
 
 
 def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
-    template, why = template_of(source(tmp_path / "against-duot5"), object(), given=True)
+    template, why = template_of(source(tmp_path / "against-duot5"), object(), has_text=True)
     assert template == MONOT5 and "the default" in why
-    assert template_of(source(tmp_path / "mt5-mmarco"), object(), given=True)[0].relevant == "yes"
+    assert template_of(source(tmp_path / "mt5-mmarco"), object(), has_text=True)[0].relevant == "yes"
 
 
 def test_what_the_user_says_comes_before_what_was_found():

@@ -97,7 +97,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_collection_is_told(case, tmp_path):
+def test_broken_collection_raises_user_error(case, tmp_path):
     name, content, wanted, message = BROKEN[case]
     if name:
         (tmp_path / name).write_bytes(content)
@@ -128,7 +128,7 @@ def test_topics(lines, tmp_path):
     assert list(read_topics(str(tmp_path / "beir"))) == ["1", "2"]
 
 
-def test_broken_topics_are_told(tmp_path):
+def test_broken_topics_raise_user_error(tmp_path):
     for lines, message in [
         (["1\tx", "1\ty"], "t.tsv:2: query '1' occurs a second time"),
         (["1 x"], "t.tsv:1 is not `id<TAB>query`"),

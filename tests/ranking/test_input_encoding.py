@@ -10,7 +10,7 @@ import pytest
 
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
 from t5x.errors import UserError
-from t5x.ranking.input_encoding import Inputs
+from t5x.ranking.input_encoding import InputEncoder
 from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, label_ids
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -34,7 +34,7 @@ def texts(rng, words):
 def test_what_fits_is_tokenised_as_by_hugging_face():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(SHARED / "t5_vocab" / "tokenizer.json"))
-    inputs = Inputs(vocabulary("t5"), MONOT5)
+    inputs = InputEncoder(vocabulary("t5"), MONOT5)
     with gzip.open(SHARED / "msmarco_dl" / "judged_dl19.jsonl.gz") as file:
         judged = [json.loads(line) for line in file][::40]
     for pair in judged:
@@ -46,7 +46,7 @@ def test_what_fits_is_tokenised_as_by_hugging_face():
 
 @pytest.mark.parametrize("template", [MONOT5, REVERSED, DUOT5], ids=["monot5", "reversed", "duot5"])
 @pytest.mark.parametrize("name", ["bytes", "t5", "mt5"])
-def test_what_is_cut_keeps_all_but_the_ends_of_its_passages(name, template):
+def test_truncated_inputs_lose_only_the_ends_of_passages(name, template):
     words = vocabulary(name)
     rng = random.Random(f"{name} {template}")
     for _ in range(60):
@@ -54,7 +54,7 @@ def test_what_is_cut_keeps_all_but_the_ends_of_its_passages(name, template):
         documents = [texts(rng, rng.choice([0, 1, 5, 200])) for _ in template.DOCUMENTS]
         taken = len(words.encode(template.fill(query, *("" for _ in documents)))) + 1
         limit = taken + rng.randint(3, 60)
-        made = Inputs(words, dataclasses.replace(template, max_length=limit)).encode(query, *documents)
+        made = InputEncoder(words, dataclasses.replace(template, max_length=limit)).encode(query, *documents)
         whole = [*words.encode(template.fill(query, *documents)), 1]
         assert len(made.ids) <= limit and made.ids[-1] == 1
         if len(whole) <= limit:
@@ -84,7 +84,7 @@ def _documents_in(text, template, query):
 def test_two_passages_share_the_room():
     words = ByteVocabulary()
     template = PairTemplate("{query} {document0} {document1} .", max_length=2 + 20 + 1 + 2 + 1)
-    read = lambda *documents: words.decode(Inputs(words, template).encode("q", *documents).ids)
+    read = lambda *documents: words.decode(InputEncoder(words, template).encode("q", *documents).ids)
     assert read("a" * 50, "b" * 50) == "q " + "a" * 10 + " " + "b" * 10 + " ."
     assert read("aaa", "b" * 50) == "q aaa " + "b" * 17 + " ."
     assert read("a" * 50, "bbb") == "q " + "a" * 17 + " bbb ."
@@ -93,15 +93,15 @@ def test_two_passages_share_the_room():
 def test_a_query_that_leaves_no_room_is_an_error_or_cut():
     template = dataclasses.replace(MONOT5, max_length=80)
     with pytest.raises(UserError, match=r"'why why .*…' leaves no room .* takes 129 of 80 tokens.*--long_query"):
-        Inputs(ByteVocabulary(), template).encode("why " * 25, "a passage")
-    made = Inputs(ByteVocabulary(), template, "truncate").encode("why " * 25, "a passage that is long " * 9)
+        InputEncoder(ByteVocabulary(), template).encode("why " * 25, "a passage")
+    made = InputEncoder(ByteVocabulary(), template, "truncate").encode("why " * 25, "a passage that is long " * 9)
     text = ByteVocabulary().decode(made.ids)
     assert made.query_is_cut and made.is_cut and len(made.ids) == 80
     assert text.startswith("Query: why why") and " Document: a passage that" in text and text.endswith(" Relevant:")
     with pytest.raises(UserError, match="--max_length 20 is too short for the template"):
-        Inputs(ByteVocabulary(), dataclasses.replace(MONOT5, max_length=20), "truncate").encode("why", "x")
+        InputEncoder(ByteVocabulary(), dataclasses.replace(MONOT5, max_length=20), "truncate").encode("why", "x")
     with pytest.raises(UserError, match="query is empty"):
-        Inputs(ByteVocabulary(), MONOT5).encode(" ", "x")
+        InputEncoder(ByteVocabulary(), MONOT5).encode(" ", "x")
 
 
 @needs_data

@@ -3,7 +3,7 @@
 import random
 import signal
 
-from t5x.ranking.reranking import Given, rerank
+from t5x.ranking.reranking import RerankInput, rerank
 from tests.programs import wait_for
 from tests.ranking import million
 
@@ -22,7 +22,7 @@ def test_through_a_kill(tmp_path):
     assert "resuming after" in (tmp_path / "log").read_text()
     files = {"run": "run.trec", "collection": "collection.tsv", "topics": "topics.tsv"}
     rerank(
-        str(tmp_path / "model"), Given(**{name: str(tmp_path / file) for name, file in files.items()}),
+        str(tmp_path / "model"), RerankInput(**{name: str(tmp_path / file) for name, file in files.items()}),
         str(tmp_path / "undisturbed.trec"), template="{query} {document} ?", labels="a,b", max_length=48, batch_size=16,
         checkpoint_period=2,
     )  # fmt: skip

@@ -151,7 +151,7 @@ def test_the_listwise_loss(template):
     assert 0 <= metrics["accuracy"].compute() <= 1
 
 
-def test_what_is_no_part_of_a_list_has_no_gradient():
+def test_padding_of_a_list_has_no_gradient():
     scores, gains = jnp.array([[1.0, 0.5, 3.0], [2.0, 2.0, 2.0]]), jnp.array([[1, 0, 2], [0, 0, 0]])
     real = jnp.array([[True, True, False], [False, False, False]])
     grads = jax.grad(lambda s: listwise_softmax(s, gains, real).sum())(scores)
@@ -213,7 +213,7 @@ def test_the_template_travels_in_the_description():
         ({"template": Template(irrelevant=None)}, "word for irrelevant passages"),
     ],
 )
-def test_what_is_refused(options, words):
+def test_invalid_ranking_model_raises_user_error(options, words):
     with pytest.raises(UserError, match=words):
         ranker(**options)
 

@@ -14,7 +14,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.metrics.ranking import evaluate
-from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork
 from t5x.ranking.trec_files import read_qrels
 from tests.ranking.test_collections import write
 
@@ -45,8 +45,8 @@ def test_a_run_is_read_in_its_order(tmp_path):
     work = RunWork(*run_files(tmp_path), None, skip_unknown=False)
     assert work.sizes == [3, 1] and work.before["q2"] == {"d1": 0.5, "d2": 0.9, "d3": 0.7}
     assert units(work) == [
-        Unit("q2", "two?", ["d1", "d2", "d3"], ["text 1", "text 2", "text 3"], []),
-        Unit("q1", "one?", ["d3"], ["text 3"], []),
+        RankingUnit("q2", "two?", ["d1", "d2", "d3"], ["text 1", "text 2", "text 3"], []),
+        RankingUnit("q1", "one?", ["d3"], ["text 3"], []),
     ]
     assert list(work.units(1, 2)) == units(work)[1:]
 
@@ -54,7 +54,7 @@ def test_a_run_is_read_in_its_order(tmp_path):
 def test_the_first_of_a_run_are_those_with_the_best_scores(tmp_path):
     work = RunWork(*run_files(tmp_path), 2, skip_unknown=False)
     assert work.sizes == [2, 1]
-    assert units(work)[0] == Unit("q2", "two?", ["d2", "d3"], ["text 2", "text 3"], ["d1"])
+    assert units(work)[0] == RankingUnit("q2", "two?", ["d2", "d3"], ["text 2", "text 3"], ["d1"])
 
 
 def test_unknown_ids_are_an_error_or_left_out_and_counted(tmp_path, caplog):
@@ -89,7 +89,8 @@ def test_candidates_of_both_layouts(tmp_path):
     write(tmp_path / "lines.jsonl.gz", old, new)
     for name in ("list.json", "lines.jsonl.gz"):
         work = ListWork(str(tmp_path / name), 1)
-        assert units(work) == [Unit("7", "who?", ["y"], ["a"], ["x"]), Unit("8", "what?", ["z"], ["c"], [])]
+        expected = [RankingUnit("7", "who?", ["y"], ["a"], ["x"]), RankingUnit("8", "what?", ["z"], ["c"], [])]
+        assert units(work) == expected
         assert work.before == {"7": {"x": 2.5, "y": 3.5}, "8": {"z": 1.0}}
 
 
@@ -127,7 +128,7 @@ BROKEN_HITS = {
 
 
 @pytest.mark.parametrize("case", BROKEN_HITS)
-def test_broken_candidates_are_told(case, tmp_path):
+def test_broken_candidates_raise_user_error(case, tmp_path):
     hit, message = BROKEN_HITS[case]
     hit = hit if isinstance(hit, str) else json.dumps(hit)
     path = write(tmp_path / "x", {"query": "a", "hits": [HIT]}, f'{{"query": "who?", "qid": 7, "hits": [{hit}]}}')
@@ -139,10 +140,10 @@ def test_pairs_with_and_without_ids(tmp_path):
     named = write(tmp_path / "a.jsonl", {"query_id": "q", "query": "who?", "doc_id": 3, "text": "he"},
                   {"qid": "q", "query": "who?", "docid": "4", "passage": "she"},
                   {"qid": "p", "query": "how?", "docid": "4", "passage": "so"})  # fmt: skip
-    expected = [Unit("q", "who?", ["3", "4"], ["he", "she"], []), Unit("p", "how?", ["4"], ["so"], [])]
+    expected = [RankingUnit("q", "who?", ["3", "4"], ["he", "she"], []), RankingUnit("p", "how?", ["4"], ["so"], [])]
     assert units(PairWork(str(named), by_query=True)) == expected
     single = units(PairWork(str(named), by_query=False))
-    assert single[1] == Unit("q", "who?", ["4"], ["she"], []) and len(single) == 3
+    assert single[1] == RankingUnit("q", "who?", ["4"], ["she"], []) and len(single) == 3
     four = write(tmp_path / "b.tsv.gz", "q\t3\twho?\the", "q\t4\twho?\tshe", "p\t4\thow?\tso")
     assert units(PairWork(str(four), by_query=True)) == expected
     two = write(tmp_path / "c.tsv", "who?\the", "who?\tshe", "how?\tso")
@@ -156,7 +157,7 @@ def test_standard_input_is_read_once_and_given_many_times(tmp_path, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"who?\the\nwho?\t\n")))
     work = PairWork("-", by_query=True)
-    assert units(work) == units(work) == [Unit("1", "who?", ["1", "2"], ["he", ""], [])]
+    assert units(work) == units(work) == [RankingUnit("1", "who?", ["1", "2"], ["he", ""], [])]
     assert work.empty == 1
     assert not os.listdir(tmp_path)  # whatever ends the program now, no copy stays
 
@@ -189,7 +190,7 @@ ONLY_RANKED = ("apart", "twice", "a space in an id")
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_pairs_are_told(case, tmp_path):
+def test_broken_pairs_raise_user_error(case, tmp_path):
     lines, message = BROKEN[case]
     path = str(write(tmp_path / "x", *lines))
     with pytest.raises(UserError, match=message):
@@ -214,7 +215,7 @@ def test_pairs_that_stay_in_their_order_keep_no_texts_and_their_ids_mean_one_que
     assert numbered.num_queries == 3 and not list(numbered.query_ids)
 
 
-def test_half_of_a_compressed_file_is_told(tmp_path):
+def test_truncated_gzip_raises_user_error(tmp_path):
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"".join(b"who?\ttext %d\n" % i for i in range(999)))[:-100])
     with pytest.raises(UserError, match=r"x.gz is not a complete gzip file"):
         PairWork(str(tmp_path / "x.gz"), by_query=True)

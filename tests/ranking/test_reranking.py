@@ -15,9 +15,9 @@ from t5x import load
 from t5x.errors import UserError
 from t5x.inference.output import FileOutput
 from t5x.ranking import reranking
-from t5x.ranking.rerank_inputs import Unit
-from t5x.ranking.reranker import Reranker, Windows
-from t5x.ranking.reranking import Given, rerank, symmetric_sum
+from t5x.ranking.rerank_inputs import RankingUnit
+from t5x.ranking.reranker import PassageWindows, Reranker
+from t5x.ranking.reranking import RerankInput, rerank, symmetric_sum
 from t5x.ranking.templates import PairTemplate
 from t5x.ranking.trec_files import read_run
 from tests import commands
@@ -60,7 +60,7 @@ def one_model(place):
 
 def given(place, **options):
     files = {"run": "run", "collection": "c.tsv", "topics": "topics.tsv"}
-    return Given(**{name: str(place / file) for name, file in files.items()}, **options)
+    return RerankInput(**{name: str(place / file) for name, file in files.items()}, **options)
 
 
 def ranked(place, output, *, what=None, **options):
@@ -141,7 +141,7 @@ def test_passages_behind_the_first_stay_behind_them(place, expected, tmp_path):
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, tmp_path, monkeypatch):
+def test_interrupted_run_resumes_with_identical_output(finished, place, tmp_path, monkeypatch):
     options = {"checkpoint_period": 2}
     whole = ranked(place, tmp_path / "whole", **options)
     compute, calls = reranking._Reranking.compute, []
@@ -185,7 +185,7 @@ def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, tmp_path
 
 def test_the_best_window_counts(one_model):
     passages = ["a b c d e f g h", "a b", "h h h h h h"]
-    windows = Windows(3, 2)
+    windows = PassageWindows(3, 2)
     found = one_model.rank("q", passages, windows=windows, **OPTIONS)
     cut = [(i, window) for i, passage in enumerate(passages) for window in windows.of(passage)]
     each = one_model.rank("q", cut, **OPTIONS)
@@ -238,18 +238,19 @@ def test_comparisons_need_two_labels_of_their_own(place, one_model, tmp_path):
 
 
 def test_windows_count_as_inputs_of_a_chunk():
-    units = [Unit(str(i), "q", ["d"], ["a b c d e f g h"], []) for i in range(4)]
-    ranker = types.SimpleNamespace(windows=Windows(3, 2))
+    units = [RankingUnit(str(i), "q", ["d"], ["a b c d e f g h"], []) for i in range(4)]
+    ranker = types.SimpleNamespace(windows=PassageWindows(3, 2))
     ranking = types.SimpleNamespace(ranker=ranker, _comparisons=lambda size: size)
     inputs_of = lambda unit: reranking._Reranking.inputs_of(ranking, unit)
-    assert [len(part) for part in reranking._cut(iter(units), 8, inputs_of)] == [2, 2]
+    assert [len(part) for part in reranking._group(iter(units), 8, inputs_of)] == [2, 2]
 
 
-def test_what_is_cut_is_counted(place, tmp_path, caplog):
+def test_truncated_inputs_are_counted(place, tmp_path, caplog):
     path = write(
         tmp_path / "x.tsv", "a\tb", f"a\t{'c' * 99}", f"{'d' * 40}\te", f"{'d' * 40}\t{'e' * 40}", "a\tc", "a\td"
     )
-    run = lambda name, **options: ranked(place, tmp_path / name, what=Given(pairs=str(path)), form="jsonl", **options)
+    inputs = RerankInput(pairs=str(path))
+    run = lambda name, **options: ranked(place, tmp_path / name, what=inputs, form="jsonl", **options)
     with pytest.raises(UserError, match=r"Query '2': The query 'd.*' leaves no room"):
         run("out")
     content = run("out", long_query="truncate")
@@ -258,7 +259,7 @@ def test_what_is_cut_is_counted(place, tmp_path, caplog):
     assert "2 input(s) had their query truncated" in caplog.text
 
 
-def test_scores_that_are_no_numbers_are_told(place, tmp_path, monkeypatch):
+def test_non_finite_scores_raise_user_error(place, tmp_path, monkeypatch):
     monkeypatch.setattr(Reranker, "logits", lambda self, encoded, **_: np.full((len(encoded.inputs), 2), np.nan))
     with pytest.raises(UserError, match=r"Query 'q0', document 'd\d+': the logits of the labels are nan, nan"):
         ranked(place, tmp_path / "out")
@@ -271,10 +272,10 @@ def test_a_window_that_is_no_number_is_not_passed_over(one_model, monkeypatch):
         lambda self, inputs, *_, **__: np.array([[1, 0], [np.nan, 0], [2, 0]], np.float32),
     )
     with pytest.raises(UserError, match=r"Query 'q', passage 'a b c d e f': the logits of the labels are nan, 0.0"):
-        one_model.rank("q", ["a b c d e f"], windows=Windows(3, 2), **OPTIONS)
+        one_model.rank("q", ["a b c d e f"], windows=PassageWindows(3, 2), **OPTIONS)
 
 
-def test_rank_tells_its_template_once_and_what_is_cut(one_model, caplog):
+def test_rank_logs_its_template_once_and_truncated_inputs(one_model, caplog):
     caplog.set_level("INFO", logger="t5x")
     for _ in range(2):
         one_model.rank("q", ["a", ("d7", "b" * 99)], **OPTIONS | {"labels": "e,f"})
@@ -361,7 +362,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_told(case, place, capsys):
+def test_unsupported_options_raise_user_error(case, place, capsys):
     write(place / "pairs", "a\tb")
     arguments, *words = REFUSED[case]
     commands.run(capsys, "rerank", f"--model={place}/model", *(a.format(place=place) for a in arguments)).refused(

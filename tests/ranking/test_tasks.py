@@ -79,7 +79,7 @@ def test_every_epoch_has_the_relevant_passages_once_and_as_many_others(judged):
             assert text(e["inputs"]) == f"Q: query {e['query_id']} D: passage {e['doc_id'][1:]} R:"
 
 
-def test_what_has_no_irrelevant_passage_beside_it_is_left_out_and_told(tmp_path, caplog):
+def test_queries_without_less_relevant_passages_are_skipped_with_a_warning(tmp_path, caplog):
     more = [{"qid": 77, "docid": i, "query": "query 77", "passage": str(i), "grade": 2 + i} for i in range(2)]
     path = write(tmp_path / "judged.jsonl", records(2) + more)
     options = {"relevance_level": 2, "held_out": 0}
@@ -178,6 +178,12 @@ def test_tables_without_names_and_texts_without_ids(tmp_path):
     assert query.query_id == "7" and [p.grade for p in query.passages.values()] == [2]
 
 
+def test_null_ids_count_as_missing(tmp_path):
+    path = write(tmp_path / "judged.jsonl", [GOOD | {"qid": None, "docid": None}])
+    (query,) = read_judgments(path).values()
+    assert query.query_id == "who?" and list(query.passages) == ["He."]
+
+
 def test_lists_have_a_relevant_passage_and_less_relevant_ones(judged):
     task = tasks.lists({"train": judged}, VOCABULARY, TEMPLATE, relevance_level=2, held_out=0)
     pipeline = task.pipeline("train", LISTS, 0)
@@ -270,8 +276,9 @@ GOOD = {"query": "who?", "passage": "He.", "label": 1}
         ([GOOD, GOOD | {"label": "good"}], {}, r"judged.jsonl:2: the label 'label' is 'good'"),
         ([GOOD | {"label": 0.5}], {}, "it must be an integer"),
         ([GOOD | {"label": None}], {}, "it must be an integer"),
-        ([GOOD | {"query": " "}], {}, "the field 'query' is empty"),
+        ([GOOD | {"query": " "}], {}, 'judged.jsonl:1: "query" is empty'),
         ([GOOD | {"passage": ["He."]}], {}, "it must be a string"),
+        ([GOOD | {"docid": 1.5}], {}, '"docid" is 1.5; an id must be a string or an integer'),
         ([GOOD | {"qid": 1}, GOOD | {"qid": 1, "query": "what?"}], {}, "query '1' is 'what\\?' here, but 'who\\?'"),
         ([GOOD | {"label": 0}], {}, "none of its 1 queries has a passage of grade 1 or more"),
         ([GOOD], {}, "no query has a passage that is less relevant"),
@@ -282,7 +289,7 @@ GOOD = {"query": "who?", "passage": "He.", "label": 1}
         (records(2), {"candidates": {"run": "a"}}, "A run is given as"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(tmp_path, lines, options, words):
+def test_invalid_judgments_raise_user_error(tmp_path, lines, options, words):
     path = write(tmp_path / "judged.jsonl", lines)
     with pytest.raises(UserError, match=words):
         task = tasks.pairs({"train": path}, VOCABULARY, TEMPLATE, **({"held_out": 0} | options))

@@ -1,13 +1,15 @@
 """What is checked before anything is computed."""
 
 import dataclasses
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from t5x import data
 from t5x.errors import UserError
-from t5x.partitioning import consistency
-from t5x.trainer.checks import require_same_data, verify_matching_vocabs
+from t5x.partitioning import consistency, distributed
+from t5x.trainer.checks import ContentCheck, require_same_data, verify_matching_vocabs
 from tests import tiny
 
 SIZE = tiny.T5_1_1.vocab_size
@@ -45,3 +47,46 @@ def test_what_processes_compare_covers_examples_from_the_whole_split(monkeypatch
     first, again, *others = compared
     assert first == again and len(first) == 3
     assert all(other != first for other in others)
+
+
+def fingerprint(**sources):
+    future = Future()
+    future.set_result({"tasks": {name: {"source": source} for name, source in sources.items()}})
+    return future
+
+
+def content_check(monkeypatch, mine, other_has, size=0):
+    """A check in process 0 of two processes, and what it compares."""
+    compared = []
+    monkeypatch.setattr(distributed, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "decide", lambda name, function: function())
+    monkeypatch.setattr(distributed, "exchange", lambda name, value: [value, other_has.pop(0)])
+    monkeypatch.setattr(consistency, "require_same", lambda name, describe: compared.append(sorted(describe())))
+    loader = SimpleNamespace(content_bytes=lambda: size)
+    return ContentCheck(loader, mine), compared
+
+
+def test_content_is_compared_once_for_tasks_that_every_process_has_hashed(monkeypatch):
+    files = {"class": "Files", "files": [["a.jsonl", 3, "12ab"], ["b.jsonl", 4, "34cd"]]}
+    mine = fingerprint(files=files, here_only={"content": "56"}, unknown=None)
+    check, compared = content_check(monkeypatch, mine, [["files", "other"]])
+    check.require_same(), check.require_same()
+    names = ["content of a.jsonl, file 1 of files", "content of b.jsonl, file 2 of files", "source of files"]
+    assert compared == [names]
+
+
+def test_content_that_some_process_has_not_hashed_is_compared_later(monkeypatch):
+    source = {"class": "Function", "examples": 2, "content": "12ab"}
+    check, compared = content_check(monkeypatch, fingerprint(one=source), [None, ["one"]])
+    check.require_same(5)
+    assert compared == []
+    check.require_same()
+    assert compared == [["source of one"]]
+    check, compared = content_check(monkeypatch, Future(), [["one"]])
+    check.require_same(0)
+    assert compared == []
+
+
+def test_training_waits_for_the_hashes_of_less_than_a_gigabyte(monkeypatch):
+    assert content_check(monkeypatch, fingerprint(), [], 2**30 - 1)[0].is_quick
+    assert not content_check(monkeypatch, fingerprint(), [], 2**30)[0].is_quick

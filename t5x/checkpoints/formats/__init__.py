@@ -34,14 +34,14 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
         or a Hugging Face directory; or any other name that `names` lists. A remote one is copied to a cache directory.
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
-    given, path = os.fspath(path), remote_reading.stage(path)
+    requested, path = os.fspath(path), remote_reading.stage(path)
     if not _has(path, paths.MANIFEST, HUGGINGFACE, *_ORBAX) and (steps := paths.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
-    chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
+    chosen = is_remote(requested) and paths.step_of(path) is not None and paths.step_of(requested.rstrip("/")) is None
     if chosen and (problem := _misnamed(path, source)):
         raise UserError(
-            f"{given}: {path.name} is the newest by its name, but {problem}. Give the URL of the checkpoint itself."
+            f"{requested}: {path.name} is the newest by its name, but {problem}. Give the URL of the checkpoint itself."
         )
     return source
 

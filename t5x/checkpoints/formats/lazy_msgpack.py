@@ -60,16 +60,16 @@ def flatten(tree: dict[str, Any], is_leaf: Callable[[dict[str, Any]], bool] = la
     Args:
       is_leaf: whether a dictionary is itself a leaf.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, node in tree.items():
         if isinstance(node, dict) and not is_leaf(node):
-            found |= {f"{key}/{name}": leaf for name, leaf in flatten(node, is_leaf).items()}
+            leaves |= {f"{key}/{name}": leaf for name, leaf in flatten(node, is_leaf).items()}
         elif isinstance(node, int | float):
             array = np.asarray(node, np.int32 if type(node) is int and -(2**31) <= node < 2**31 else None)
-            found[key] = LazyArray((), array.dtype, array.copy)
+            leaves[key] = LazyArray((), array.dtype, array.copy)
         elif node is not None:
-            found[key] = node
-    return found
+            leaves[key] = node
+    return leaves
 
 
 def is_tree(path: epath.PathLike) -> bool:

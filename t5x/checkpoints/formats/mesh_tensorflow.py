@@ -104,10 +104,10 @@ def translate(variable: str) -> str | None:
 def _parameter_name(variable: str) -> str | None:
     if variable == "shared/embedding":
         return "token_embedder/embedding"
-    found = re.fullmatch(r"(encoder|decoder|transformer)/(?:block_([0-9]{1,4})/layer_([0-9]+)/)?(.+)", variable)
-    if found is None:
+    match = re.fullmatch(r"(encoder|decoder|transformer)/(?:block_([0-9]{1,4})/layer_([0-9]+)/)?(.+)", variable)
+    if match is None:
         return None
-    stack, block, layer, rest = found.groups()
+    stack, block, layer, rest = match.groups()
     tower = "encoder" if stack == "encoder" else "decoder"
     if block is None:
         match rest:
@@ -154,13 +154,13 @@ def _add_missing_slots(prefix: str, arrays: dict[str, LazyArray]) -> None:
             parameter, slot = name.rsplit("/", 1)
             slots.setdefault(parameter, set()).add(slot)
     unused = LazyArray((1,), np.dtype(np.float32), functools.partial(np.zeros, 1, np.float32))
-    for parameter, found in slots.items():
-        if found not in ({"v"}, {"v_row", "v_col"}):
+    for parameter, stored in slots.items():
+        if stored not in ({"v"}, {"v_row", "v_col"}):
             raise UserError(
-                f"{prefix}: {parameter} has the slots {', '.join(sorted(found))}; Adafactor has either v, or v_row "
+                f"{prefix}: {parameter} has the slots {', '.join(sorted(stored))}; Adafactor has either v, or v_row "
                 "and v_col. The checkpoint is incomplete."
             )
-        for slot in set(SLOTS) - found:
+        for slot in set(SLOTS) - stored:
             arrays[f"{parameter}/{slot}"] = unused
 
 
@@ -179,23 +179,23 @@ def find_prefix(path: epath.PathLike) -> str:
             f"{path}: there is neither a file {index} nor a directory. Give a Mesh TensorFlow checkpoint, such as "
             "DIRECTORY/model.ckpt-1000000, or its directory."
         )
-    found = sorted(
+    prefixes = sorted(
         os.path.basename(file).removesuffix(".index")
         for file in glob.glob(f"{glob.escape(path)}/*.index")
         if os.path.isfile(file)
     )
     state_file = f"{path}/{_STATE_FILE}"
     if not os.path.isfile(state_file):
-        return f"{path}/{newest(path, found)}"
+        return f"{path}/{newest(path, prefixes)}"
     try:
         with open_inside(path, _STATE_FILE) as file:
             name = latest_named(file.read(MAX_STATE_FILE_BYTES), state_file)
     except OSError as error:
         raise UserError(f"{state_file} cannot be read: {error.strerror}. If it is a link, copy the file.") from error
-    if name not in found:
+    if name not in prefixes:
         raise UserError(
-            f"{state_file} names {name}, but there is no {name}.index (found: {', '.join(found) or 'none'}). Copy its "
-            "files, or give the path of another checkpoint."
+            f"{state_file} names {name}, but there is no {name}.index (found: {', '.join(prefixes) or 'none'}). Copy "
+            "its files, or give the path of another checkpoint."
         )
     _logger.info("%s: using %s, which the file %s names", path, name, _STATE_FILE)
     return f"{path}/{name}"
@@ -215,18 +215,18 @@ def latest_named(content: bytes, path: epath.PathLike) -> str:
     return name
 
 
-def newest(directory: epath.PathLike, found: list[str]) -> str:
+def newest(directory: epath.PathLike, prefixes: list[str]) -> str:
     """Return the name with the highest step among those found in `directory`."""
-    if not found:
+    if not prefixes:
         raise UserError(f"{directory} has no Mesh TensorFlow checkpoint: there is no *.index file in it.")
-    if len(found) == 1:
-        return found[0]
-    steps = {name: int(match[1]) for name in found if (match := re.fullmatch(r".*-([0-9]{1,15})", name))}
+    if len(prefixes) == 1:
+        return prefixes[0]
+    steps = {name: int(match[1]) for name in prefixes if (match := re.fullmatch(r".*-([0-9]{1,15})", name))}
     highest = [name for name, step in steps.items() if step == max(steps.values())]
     if len(highest) != 1:
         raise UserError(
-            f"{directory} has several checkpoints ({', '.join(found)}), and their names do not show which is the "
+            f"{directory} has several checkpoints ({', '.join(prefixes)}), and their names do not show which is the "
             "newest. Give the path of one of them."
         )
-    _logger.info("%s: using %s, the newest of %d checkpoints", directory, highest[0], len(found))
+    _logger.info("%s: using %s, the newest of %d checkpoints", directory, highest[0], len(prefixes))
     return highest[0]

@@ -170,8 +170,8 @@ def _check_stated(name: str, spec: Mapping[str, Any], array: LazyArray, director
     dtype, metadata = spec.get("dtype"), spec["metadata"]
     shape = metadata.get("shape") if isinstance(metadata, dict) else None
     if dtype != array.dtype.name or not isinstance(shape, list) or tuple(shape) != array.shape:
-        found, stated = f"{array.dtype} {list(array.shape)}", f"{dtype} {shape}"[:200]
-        raise DamagedCheckpoint(directory, f"array {name} is {found}, but {FILE} states {stated}")
+        actual, stated = f"{array.dtype} {list(array.shape)}", f"{dtype} {shape}"[:200]
+        raise DamagedCheckpoint(directory, f"array {name} is {actual}, but {FILE} states {stated}")
 
 
 # --- Writing

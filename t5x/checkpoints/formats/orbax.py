@@ -157,9 +157,9 @@ def _with_t5x_names(directory: epath.Path, arrays: Mapping[str, LazyArray]) -> d
             arrays = {name.removeprefix(wrapper): array for name, array in arrays.items()}
     foreign = [name for name in arrays if not name.startswith(_SECTIONS)]
     if foreign or not arrays:
-        found = f"the array {foreign[0][:200]}" if foreign else "no arrays"
+        content = f"the array {foreign[0][:200]}" if foreign else "no arrays"
         raise UserError(
-            f"{directory} is an Orbax checkpoint, but not of a T5X training state: it has {found}; T5X's names start "
+            f"{directory} is an Orbax checkpoint, but not of a T5X training state: it has {content}; T5X's names start "
             f"with {', '.join(_SECTIONS)}."
         )
     return dict(arrays)

@@ -13,6 +13,7 @@ from etils import epath
 from t5x.checkpoints import array_reader, array_writer, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.source import KEPT_FILES, Source
+from t5x.configuration.names import current_name
 from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
 
@@ -50,16 +51,16 @@ def read_vocabulary_files(path: epath.PathLike) -> dict[str, dict[str, bytes]]:
 
     Only files that the manifest lists are read: others in the same directory may be links to anywhere.
     """
-    found: dict[str, dict[str, bytes]] = {}
+    vocabularies: dict[str, dict[str, bytes]] = {}
     for name in manifest.read(path).files:
         match name.split("/"):
             case ["vocabulary", feature, file]:
-                found.setdefault(feature, {})[file] = manifest.read_file(path, name)
-    return found
+                vocabularies.setdefault(feature, {})[file] = manifest.read_file(path, name)
+    return vocabularies
 
 
 def read_description(path: epath.PathLike) -> dict[str, Any]:
-    """Read model.json: `model`, `network` (class names), `config` and optional fields; see `describe`."""
+    """Read model.json: `model`, `network` (today's names of classes), `config` and optional fields; see `describe`."""
     try:
         description = parse_json(manifest.read_file(path, MODEL_FILE))
         if not isinstance(description, dict):
@@ -74,7 +75,7 @@ def read_description(path: epath.PathLike) -> dict[str, Any]:
             raise ValueError(f"its param_scan_axis is {str(axis)[:80]!r}, which is neither 0 nor 1")
     except ValueError as error:
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
-    return description
+    return description | {field: current_name(description[field]) for field in ("model", "network")}
 
 
 def write_own_checkpoint(

@@ -37,6 +37,10 @@ _MAX_FILE_BYTES = {
 }
 
 
+class Malformed(Exception):
+    """The bytes violate their format. The message says how; the caller adds the path."""
+
+
 def check_links(directory: str, names: Iterable[str], allowed: Iterable[str]) -> None:
     """Raise DamagedCheckpoint if one of the files is a link to something outside the `allowed` directories.
 

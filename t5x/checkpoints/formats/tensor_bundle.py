@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints.formats.safety import check_links
-from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
+from t5x.checkpoints.formats.safety import Malformed, check_links
+from t5x.checkpoints.formats.sorted_table import Cursor, read_table
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -37,7 +37,7 @@ class _Unsupported(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """The position of a tensor: `size` bytes at `offset` of the data file number `shard`. `crc` is masked."""
 
     dtype: np.dtype
@@ -51,7 +51,7 @@ class Entry:
 @dataclasses.dataclass(frozen=True)
 class Index:
     num_shards: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
 
 
 def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
@@ -128,7 +128,7 @@ def _parse_header(data: bytes) -> int:
     fields = _parse_message(data)
     num_shards = _number(fields, 1)
     if not 0 < num_shards < 2**31:
-        raise Malformed(f"it speaks of {num_shards} data files")
+        raise Malformed(f"it names {num_shards} data files")
     if _number(fields, 2) != 0:
         raise _Unsupported("the checkpoint was written on a big-endian machine, which is not supported.")
     if (needed := _number(_parse_message(_data(fields, 3)), 2)) > _VERSION:
@@ -136,7 +136,7 @@ def _parse_header(data: bytes) -> int:
     return num_shards
 
 
-def _parse_entry(data: bytes, num_shards: int) -> Entry:
+def _parse_entry(data: bytes, num_shards: int) -> TensorEntry:
     fields = _parse_message(data)
     if 7 in fields:
         raise _Unsupported(
@@ -153,10 +153,10 @@ def _parse_entry(data: bytes, num_shards: int) -> Entry:
     shape = _parse_shape(_data(fields, 2))
     shard, offset, size = (_number(fields, number) for number in (3, 4, 5))
     if shard >= num_shards:
-        raise Malformed(f"is said to be in data file number {shard}, of {num_shards} numbered from 0")
+        raise Malformed(f"claims to be in data file number {shard}, of {num_shards} numbered from 0")
     if size != math.prod(shape) * dtype.itemsize:
         raise Malformed(f"takes {size} bytes, which is not the size of {dtype.name}{list(shape)}")
-    return Entry(dtype, shape, shard, offset, size, _number(fields, 6))
+    return TensorEntry(dtype, shape, shard, offset, size, _number(fields, 6))
 
 
 def _parse_shape(data: bytes) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _parse_shape(data: bytes) -> tuple[int, ...]:
     return shape
 
 
-def _check_overlaps(entries: Mapping[str, Entry]) -> None:
+def _check_overlaps(entries: Mapping[str, TensorEntry]) -> None:
     shard = end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].shard, item[1].offset, item[1].size)):
         if entry.shard == shard and entry.offset < end:
@@ -230,7 +230,7 @@ def _check_file(path: str) -> int:
     return os.path.getsize(path)
 
 
-def _read_tensor(path: str, name: str, entry: Entry) -> np.ndarray:
+def _read_tensor(path: str, name: str, entry: TensorEntry) -> np.ndarray:
     try:
         data = np.memmap(path, np.uint8, mode="r", offset=entry.offset, shape=(entry.size,)) if entry.size else b""
     except (OSError, ValueError) as error:

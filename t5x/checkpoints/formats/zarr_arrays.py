@@ -23,7 +23,7 @@ import tensorstore
 from etils import epath
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, Malformed, check_chunk_shape, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.system_errors import first_line
@@ -153,10 +153,6 @@ def _check_gzip_ends(directory: epath.Path, stored: str, chunk_bytes: int) -> No
 
 
 # --- Metadata
-
-
-class Malformed(Exception):
-    """The content of a .zarray file is invalid. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

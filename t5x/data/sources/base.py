@@ -66,6 +66,10 @@ class DataSource(abc.ABC):
         found = self._hash_examples(split, _HASHED_EXAMPLES)
         return lambda: found
 
+    def content_bytes(self, split: str) -> int:
+        """Return the number of bytes in files that `content_fingerprint` covers."""
+        return 0
+
     def _hash_examples(self, split: str, limit: int) -> dict[str, Any]:
         size = self.num_examples(split)
         digest = hashlib.blake2b(digest_size=16)

@@ -120,6 +120,9 @@ class FilesDataSource(OpenedSplits, DataSource):
         copies = self.opened(split).copies
         return lambda: described | {"files": file_digests.describe_files(copies)}
 
+    def content_bytes(self, split: str) -> int:
+        return sum(os.path.getsize(copy.path) for copy in self.opened(split).copies)
+
     def _settings(self, split: str) -> dict[str, Any]:
         """Return what the examples depend on besides the content of the files."""
         return {name: value for name, value in self.__getstate__().items() if name not in self.places}

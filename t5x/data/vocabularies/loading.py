@@ -68,15 +68,14 @@ def _read(directory: str, name: str) -> bytes:
 
 
 class NamedVocabulary(NamedTuple):
-    """A vocabulary in a form that gin can express: a function of `t5x.data.vocabularies` and its arguments."""
+    """A vocabulary in a form that gin can express: a class or function of `t5x.data.vocabularies` and its arguments."""
 
     function: str
     arguments: Mapping[str, Any]
 
     def load(self) -> Vocabulary:
-        from t5x.data import vocabularies  # imports this module
-
-        return getattr(vocabularies, self.function)(**self.arguments)
+        function = load_vocabulary if self.function == "load_vocabulary" else _CLASSES[self.function]
+        return function(**self.arguments)
 
     def bindings(self) -> list[str]:
         name = f"vocabularies.{self.function}"

@@ -19,9 +19,8 @@ from flax.linen import initializers, make_attention_mask, make_causal_mask
 from flax.linen.partitioning import param_with_axes
 
 from t5x.errors import UserError
-from t5x.network.attention import MASKED
-from t5x.network.layers import ACTIVATIONS, rms_norm
-from t5x.network.relative_position import RelativeBias
+from t5x.kernels.attention_inputs import RelativeBias
+from t5x.kernels.ops import ACTIVATIONS, MASKED, ops, rms_norm
 from t5x.partitioning.logical import constrain
 
 __all__ = [
@@ -246,7 +245,8 @@ class RelativePositionBiases(nn.Module):
             axes=("heads", "relpos_buckets"),
             module=self,
         )
-        bias = RelativeBias(table, bidirectional, self.max_distance).matrix(qlen, klen)[None].astype(self.dtype)
+        compact = RelativeBias(table, bidirectional, self.max_distance)
+        bias = ops().bias_matrix(compact, qlen, klen)[None].astype(self.dtype)
         return self.variable("cache", "cached_bias", lambda: bias).value if decode else bias
 
 

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from t5x.checkpoints.formats import zarr_arrays
+from t5x.checkpoints.formats import safety, zarr_arrays
 from t5x.checkpoints.formats.native_t5x import read_native, write_native
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from tests.checkpoints.formats.native_helpers import assert_same, example_arrays, ext, spec, write_msgpack
@@ -230,7 +230,7 @@ def test_hostile_zarray(changes, tmp_path):
     with pytest.raises(DamagedCheckpoint, match="target/a"):
         read_native(tmp_path)
     if "shape" not in changes and "compressor" not in changes:
-        with pytest.raises(zarr_arrays.Malformed):
+        with pytest.raises(safety.Malformed):
             zarr_arrays.parse_metadata(file.read_bytes())
 
 

@@ -22,7 +22,7 @@ from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.verbs.cache import cache_tasks
 from t5x.verbs.data_report import DataReport
-from t5x.verbs.text_page import Page
+from t5x.verbs.text_page import TextPage
 
 LENGTHS = {"inputs": 32, "targets": 11}
 
@@ -104,7 +104,7 @@ def pipeline(name):
 
 def viewed(name, lengths):
     lines = []
-    DataReport(Page(80, write=lines.append), data.get_mixture_or_task(name), lengths=lengths).write(1)
+    DataReport(TextPage(80, write=lines.append), data.get_mixture_or_task(name), lengths=lengths).write(1)
     return lines
 
 

@@ -34,10 +34,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.bench.workload import SIZES, Workload
-from t5x.network import attention
+from t5x.kernels.gpu_ops import GpuOps
 from t5x.partitioning import devices
-from t5x.startup import enable_compilation_cache
+from t5x.partitioning.process_setup import enable_compilation_cache
+from t5x.planning.workload import SIZES, Workload
 
 H200 = SimpleNamespace(
     platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", client=SimpleNamespace(platform_version="cuda")
@@ -80,7 +80,7 @@ def main() -> None:
     large = Workload(size="layer", batch=16, inputs=128, targets=128, dtype="bfloat16")
     params = large.layout.abstract.params
     devices.device = lambda: H200
-    attention.BACKENDS["cudnn"] = attention.attend_xla  # JAX traces cuDNN's only where cuDNN is
+    GpuOps.attend_cudnn = GpuOps.attend_xla  # JAX traces cuDNN's only where cuDNN is
     kernels = {name: count_kernels(function, params) for name, function in programs(large).items()}
     print(json.dumps({"finite": finite, "on_cpu": on_cpu, "kernels": kernels, "messages": messages}))
 

@@ -50,7 +50,7 @@ _NEUTRAL = {"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, 
 _NOT_KEPT = (
     "auto_map", "dense_act_fn", "dtype", "is_gated_act", "scale_decoder_outputs", "torch_dtype", "transformers_version",
 )  # fmt: skip
-_CLASSES = {
+SUPPORTED_MODEL_TYPES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",
     "umt5": "UMT5ForConditionalGeneration",
@@ -71,19 +71,19 @@ def read_json(path: str) -> dict[str, Any]:
 
 def read_own_field(stated: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any] | None:
     """Return one of our own fields, a JSON object; None if it is missing."""
-    found = stated.get(name) or None
-    if found is not None and not isinstance(found, Mapping):
-        raise UserError(f"{path}: {name} is {str(found)[:80]!r}, which is not a JSON object.")
-    return found
+    value = stated.get(name) or None
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"{path}: {name} is {str(value)[:80]!r}, which is not a JSON object.")
+    return value
 
 
 def model_type(stated: Mapping[str, Any], path: str) -> str:
     """Return `t5`, `mt5` or `umt5`; the default is `t5`."""
     kind = stated.get("model_type", "t5")
-    if not isinstance(kind, str) or kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in SUPPORTED_MODEL_TYPES:
         raise UserError(
-            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(_CLASSES)}). T5, T5 1.1, Flan-T5, "
-            "ByT5, mT5 and umT5 can be read."
+            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(SUPPORTED_MODEL_TYPES)}). "
+            "T5, T5 1.1, Flan-T5, ByT5, mT5 and umT5 can be read."
         )
     return kind
 
@@ -109,7 +109,7 @@ def read_config(stated: Mapping[str, Any], path: str, generation: Mapping[str, A
     rate = stated.get("dropout_rate", 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
-    config: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
+    config: dict[str, Any] = {t5x_name: sizes[hf_name] for hf_name, t5x_name in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
         "dropout_rate": float(rate),
         PER_LAYER_BIAS: kind == "umt5",
@@ -225,9 +225,9 @@ def write_config(
         kind = "t5"
     return {
         **kept,
-        "architectures": [_CLASSES[kind]],
+        "architectures": [SUPPORTED_MODEL_TYPES[kind]],
         "model_type": kind,
-        **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
+        **{hf_name: int(config[t5x_name]) for hf_name, t5x_name in _SIZES.items()},
         "feed_forward_proj": _feed_forward(tuple(config["mlp_activations"])),
         "dropout_rate": float(config.get("dropout_rate", 0.1)),
         "tie_word_embeddings": tied,
@@ -254,7 +254,7 @@ def write_generation(config: Mapping[str, Any], eos_id: int | None) -> dict[str,
 
 
 def _feed_forward(activations: tuple[str, ...]) -> str:
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    names = {t5x_name: hf_name for hf_name, t5x_name in reversed(_ACTIVATIONS.items())}
     match activations:
         case ("gelu", "linear"):
             return "gated-gelu"

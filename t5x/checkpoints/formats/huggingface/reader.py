@@ -109,13 +109,13 @@ def _read_sharded_headers(path: str) -> dict[str, Tensor]:
             )
         if not os.path.exists(f"{path}/{shard}"):
             raise UserError(f"{path} is incomplete: {shard}, which {_INDEX} names, is missing. Download that file.")
-        found = read_header(f"{path}/{shard}")
-        if differing := sorted(found.keys() ^ {tensor for tensor, place in shards.items() if place == shard}):
+        header = read_header(f"{path}/{shard}")
+        if differing := sorted(header.keys() ^ {tensor for tensor, place in shards.items() if place == shard}):
             raise UserError(
                 f"{path}: {shard} and {_INDEX} do not belong together; they differ in {_list(differing)}. Download "
                 "both again."
             )
-        tensors |= found
+        tensors |= header
     return tensors
 
 
@@ -184,7 +184,7 @@ def _match(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
     """Return the arrays of the model; raise a UserError unless `tensors` are exactly its parameters."""
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
         raise UserError(f"{path}/{_CONFIG} states more layers than there are tensors: it belongs to another model.")
-    parameters = {parameter.tensor: parameter for parameter in names.parameters(config)}
+    parameters = {parameter.tensor: parameter for parameter in names.t5_parameters(config)}
     expected = {name: Tensor(path, name, "", parameter.tensor_shape) for name, parameter in parameters.items()}
     if table := tree.difference_by_name(expected, {name[:200]: tensor for name, tensor in tensors.items()}):
         hint = "" if any(name.startswith("decoder.block.") for name in tensors) else "\nIs this an encoder alone?"

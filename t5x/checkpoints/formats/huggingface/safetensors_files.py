@@ -72,7 +72,7 @@ class Tensor:
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         length, rows = math.prod(self.shape[:1]), _rows_per_chunk(self.dtype, self.shape)
-        parts = [slice(at, min(at + rows, length)) for at in range(0, length, rows)]
+        parts = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
         with _open(self.path) as file, _open(other.path) as other_file:
             one, two = file.get_slice(self.name), other_file.get_slice(other.name)
             return all(one[part].tobytes() == two[part].tobytes() for part in parts)
@@ -114,10 +114,10 @@ def _read_errors(path: str) -> Iterator[None]:
 
 
 def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name occurs twice in its header")
-    return found
+    return unique
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, LazyArray]) -> str:
@@ -137,17 +137,17 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LazyArray]) -> str
         position += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(start)
+    preamble = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(preamble)
     with open(path, "xb") as file:
-        file.write(start)
+        file.write(preamble)
         for name, tensor in tensors.items():
             value = tensor.read()
             if value.shape != tensor.shape:
                 raise UserError(f"The array for {name} has shape {value.shape} instead of {tensor.shape}.")
             rows = _rows_per_chunk(tensor.dtype, tensor.shape)
-            for at in range(0, len(value), rows):
-                chunk = np.ascontiguousarray(value[at : at + rows], tensor.dtype).reshape(-1).view(np.uint8).data
+            for start in range(0, len(value), rows):
+                chunk = np.ascontiguousarray(value[start : start + rows], tensor.dtype).reshape(-1).view(np.uint8).data
                 digest.update(chunk)
                 file.write(chunk)
             del value  # before the next one is read

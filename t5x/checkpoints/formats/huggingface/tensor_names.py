@@ -42,8 +42,8 @@ def is_unused(tensor: str) -> bool:
     return _UNUSED.fullmatch(tensor) is not None
 
 
-def parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:
-    """Yield all parameters of the encoder-decoder that `config` (fields of T5Config) describes, layers unrolled."""
+def t5_parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:
+    """Yield all parameters of a T5 of any checkpoint format, layers unrolled; `config` has fields of T5Config."""
     width, vocabulary = config["emb_dim"], config["vocab_size"]
     yield Parameter("target/token_embedder/embedding", EMBEDDING, (vocabulary, width), False)
     for tower in ("encoder", "decoder"):
@@ -74,11 +74,12 @@ def _layer(config: Mapping[str, Any], tower: str, name: str, tensor: str) -> Ite
             ("pre_self_attention_layer_norm", "self_attention", "SelfAttention"),
             ("pre_cross_attention_layer_norm", "encoder_decoder_attention", "EncDecAttention"),
         ]
-    for i, (norm, ours, theirs) in enumerate(attentions):
+    for i, (norm, t5x_name, hf_name) in enumerate(attentions):
         yield Parameter(f"{name}/{norm}/scale", f"{tensor}.layer.{i}.layer_norm.weight", (width,), False)
         for part, letter in _ATTENTION.items():
             shape = (joined, width) if part == "out" else (width, joined)
-            yield Parameter(f"{name}/{ours}/{part}/kernel", f"{tensor}.layer.{i}.{theirs}.{letter}.weight", shape, True)
+            kernel = f"{tensor}.layer.{i}.{hf_name}.{letter}.weight"
+            yield Parameter(f"{name}/{t5x_name}/{part}/kernel", kernel, shape, True)
     tensor = f"{tensor}.layer.{len(attentions)}"
     yield Parameter(f"{name}/pre_mlp_layer_norm/scale", f"{tensor}.layer_norm.weight", (width,), False)
     count = len(config["mlp_activations"])

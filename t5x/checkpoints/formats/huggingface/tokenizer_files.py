@@ -104,15 +104,15 @@ def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> _S
     if not vocabulary_files:
         logger.warning("Writing no tokenizer files: the source has no vocabulary.")
         return None
-    found = {
+    vocabularies = {
         f: rebuild_vocabulary(files.__getitem__, f"the vocabulary of {f}") for f, files in vocabulary_files.items()
     }
-    first = next(iter(found.values()))
-    if any(vocabulary != first for vocabulary in found.values()):
+    first = next(iter(vocabularies.values()))
+    if any(vocabulary != first for vocabulary in vocabularies.values()):
         logger.warning(
             "Writing no tokenizer files: the features %s have different vocabularies, and Hugging Face has one "
             "tokenizer for all.",
-            ", ".join(found),
+            ", ".join(vocabularies),
         )
         return None
     if not isinstance(first, _SupportedVocabulary):

@@ -11,7 +11,7 @@ from etils import epath
 
 from t5x.checkpoints import paths, save_errors, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
-from t5x.checkpoints.formats.huggingface.tensor_names import parameters as list_parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 
@@ -78,15 +78,15 @@ def write_huggingface(
 
 def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """Return the tensors by Hugging Face's names, in the order of `arrays`; raise a UserError unless all match."""
-    parameters = {parameter.name: parameter for parameter in list_parameters(config)}
-    found = {name: array for name, array in arrays.items() if name.startswith("target/")}
-    if table := tree.difference_by_name(parameters, found):
+    parameters = {parameter.name: parameter for parameter in t5_parameters(config)}
+    params = {name: array for name, array in arrays.items() if name.startswith("target/")}
+    if table := tree.difference_by_name(parameters, params):
         raise UserError(
             "The parameters do not match the model's configuration, so they cannot be written as a Hugging Face T5 "
             f"(expected: by the configuration, found: in the parameters): {table}"
         )
     return {
-        parameters[name].tensor: array.T if parameters[name].transposed else array for name, array in found.items()
+        parameters[name].tensor: array.T if parameters[name].transposed else array for name, array in params.items()
     }
 
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from t5x.bench import measures
-from t5x.bench.workload import Workload
+from benchmarks.bench import measures
 from t5x.checkpoints.formats.source import Source
 from t5x.inference.engine import Engine
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
 from t5x.network import compute_params
 from t5x.network.flops import encoder_decoder_flops, encoder_flops, generation_flops, scoring_flops
+from t5x.planning.workload import Workload
 from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
 
@@ -86,13 +86,13 @@ def _run_ahead(start: Callable[[], Any], count: int, after_each: Callable[[], No
 def train(work: Workload, steps: int | None = None) -> Result:
     """Measure training steps, one ahead of the devices, as in the training loop."""
     with measures.explain_out_of_memory("--batch, --targets, --inputs or --size"):
-        taken = Steps(work)
-        each = min(taken.take(_WARM_UP))
-        seconds = taken.take(measures.steps_for(each, steps))
+        runner = Steps(work)
+        each = min(runner.take(_WARM_UP))
+        seconds = runner.take(measures.steps_for(each, steps))
         own = {name: getattr(work, name) for name in ("matmul", "dropout", "remat", "microbatches", "packed")}
-        own["loss"] = taken.loss()
-    timing = Timing(seconds, taken.seconds, taken.seen)
-    del taken  # frees memory for the large matmul
+        own["loss"] = runner.loss()
+    timing = Timing(seconds, runner.seconds, runner.seen)
+    del runner  # frees memory for the large matmul
     flops = 3 * encoder_decoder_flops(work.config, rows=work.batch, inputs=work.inputs, targets=work.targets)
     return _result(work, timing, flops, work.inputs + work.targets) | own
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.bench import measures
+from benchmarks.bench import measures
 from t5x.data import (
     DatasetConfig,
     EncDecFeatureConverter,
@@ -23,9 +23,10 @@ from t5x.data import (
 from t5x.data.file_tasks import file_task
 from t5x.data.loader import default_workers
 from t5x.data.vocabularies.loading import vocabulary_named
+from t5x.doctor.devices import processor
 from t5x.errors import UserError
 
-_AHEAD = 6  # batches that the loader may have prefetched
+_PREFETCHED = 6  # batches that the loader may have prefetched
 _EXAMPLES = 2000  # synthetic
 
 
@@ -51,13 +52,13 @@ def measure(
     """
     lengths = {"inputs": inputs, "targets": targets}
     workers = min(default_workers() if workers is None else workers, batch)
-    with _open_task(task, data, vocabulary, split, lengths) as found:
-        cfg = DatasetConfig(found, lengths, split, batch, shuffle=True, seed=0, pack=packed, num_workers=workers)
-        asked = time.perf_counter()
+    with _open_task(task, data, vocabulary, split, lengths) as source:
+        cfg = DatasetConfig(source, lengths, split, batch, shuffle=True, seed=0, pack=packed, num_workers=workers)
+        began = time.perf_counter()
         with train_loader(cfg, feature_converter=EncDecFeatureConverter(pack=packed)) as loader:
             next(loader)
-            first = time.perf_counter() - asked
-            for _ in range(_AHEAD):
+            first = time.perf_counter() - began
+            for _ in range(_PREFETCHED):
                 next(loader)
             counted: list[tuple[int, int, int]] = []
             stamps = [time.perf_counter()]
@@ -65,7 +66,7 @@ def measure(
                 counted.append(_count(next(loader)))
                 stamps.append(time.perf_counter())
     spent = stamps[-1] - stamps[0]
-    examples, tokens, places = (sum(column) for column in zip(*counted, strict=True))
+    examples, tokens, positions = (sum(column) for column in zip(*counted, strict=True))
     return {
         "source": task or data or "synthetic examples, bytes",
         "batch": batch,
@@ -76,9 +77,9 @@ def measure(
         **measures.step_times(measures.intervals(stamps)),
         "examples_per_s": examples / spent,
         "tokens_per_s": tokens / spent,
-        "padding_share": 1 - tokens / places,
+        "padding_share": 1 - tokens / positions,
         "first_batch_s": first,
-        "device": measures.processor(),
+        "device": processor(),
     }
 
 
@@ -125,6 +126,6 @@ def _write_texts(path: str, lengths: Mapping[str, int]) -> None:
         for _ in range(_EXAMPLES):
             example = {}
             for name, length in lengths.items():
-                size, at = int(random.integers(1, length)), int(random.integers(0, len(letters)))
-                example[name] = (letters + letters)[at : at + size]
+                size, start = int(random.integers(1, length)), int(random.integers(0, len(letters)))
+                example[name] = (letters + letters)[start : start + size]
             file.write(json.dumps(example) + "\n")

@@ -1,4 +1,4 @@
-"""The workload of a benchmark: a T5 1.1 of some size, its batch and its state, with random weights and tokens."""
+"""A workload to plan or to measure: a T5 1.1 of some size, its batch and its state, with random weights and tokens."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ import numpy as np
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError, check_at_least
+from t5x.kernels.ops import BACKENDS
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
-from t5x.network.attention import BACKENDS
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, TrainState
 
@@ -23,10 +23,10 @@ _T5_1_1 = T5Config(
 )
 
 
-def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **others: Any) -> T5Config:
+def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **changes: Any) -> T5Config:
     return dataclasses.replace(
         _T5_1_1, emb_dim=emb_dim, num_heads=num_heads, mlp_dim=mlp_dim, num_encoder_layers=layers,
-        num_decoder_layers=layers, **others,
+        num_decoder_layers=layers, **changes,
     )  # fmt: skip
 
 
@@ -45,12 +45,12 @@ _BATCHES = {
     "encode": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
 }
 _CPU_BATCH = 8
-_DIFFERENT = 4  # distinct batches, used in turn
+_DISTINCT = 4  # distinct batches, used in turn
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is computed in a step.
+    """The model and the batch of a step.
 
     Attributes:
       size: one of `SIZES`.
@@ -103,13 +103,13 @@ class Workload:
 
     @functools.cached_property
     def partitioner(self) -> PjitPartitioner:
-        made = PjitPartitioner()
-        if self.batch % made.data_parts:
+        partitioner = PjitPartitioner()
+        if self.batch % partitioner.data_parts:
             raise UserError(
-                f"--batch is {self.batch}: it must be a multiple of {made.data_parts}, the number of devices that "
-                "share a batch."
+                f"--batch is {self.batch}: it must be a multiple of {partitioner.data_parts}, the number of "
+                "devices that share a batch."
             )
-        return made
+        return partitioner
 
     @functools.cached_property
     def layout(self) -> StateLayout:
@@ -124,17 +124,17 @@ class Workload:
         """
         abstract = self.layout.abstract.params
         leaves, tree = jax.tree.flatten({k: v for k, v in abstract.items() if names is None or k in names})
-        made = [_filled(leaf.shape, leaf.dtype, leaf.sharding)(seed) for seed, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(tree, made)
+        arrays = [_filled(leaf.shape, leaf.dtype, leaf.sharding)(seed) for seed, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(tree, arrays)
 
     def state(self) -> TrainState:
         return self.layout.with_fresh_optimizer(self.params(), 0)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
         """Yield training batches, endlessly."""
-        made = [self._batch(seed) for seed in range(_DIFFERENT)]
+        batches = [self._batch(seed) for seed in range(_DISTINCT)]
         while True:
-            yield from made
+            yield from batches
 
     def tokens(self, rows: int, length: int, seed: int = 0) -> np.ndarray:
         """Return random tokens, int32 [rows, length], without padding or EOS."""
@@ -142,8 +142,8 @@ class Workload:
 
     def _batch(self, seed: int) -> dict[str, np.ndarray]:
         targets = self.tokens(self.batch, self.targets, seed)
-        made = {
-            "encoder_input_tokens": self.tokens(self.batch, self.inputs, seed + _DIFFERENT),
+        batch = {
+            "encoder_input_tokens": self.tokens(self.batch, self.inputs, seed + _DISTINCT),
             "decoder_target_tokens": targets,
             "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
             "decoder_loss_weights": np.ones_like(targets),
@@ -151,19 +151,20 @@ class Workload:
         if self.packed:
             for side, length in (("encoder", self.inputs), ("decoder", self.targets)):
                 starts = np.arange(self.packed) * length // self.packed
-                at = np.arange(length, dtype=np.int32)
-                segments = np.searchsorted(starts, at, side="right").astype(np.int32)
-                made[f"{side}_segment_ids"] = np.tile(segments, (self.batch, 1))
-                made[f"{side}_positions"] = np.tile(at - starts[segments - 1].astype(np.int32), (self.batch, 1))
-            made["decoder_input_tokens"][:, starts] = 0
-        return made
+                positions = np.arange(length, dtype=np.int32)
+                segments = np.searchsorted(starts, positions, side="right").astype(np.int32)
+                batch[f"{side}_segment_ids"] = np.tile(segments, (self.batch, 1))
+                in_segment = positions - starts[segments - 1].astype(np.int32)
+                batch[f"{side}_positions"] = np.tile(in_segment, (self.batch, 1))
+            batch["decoder_input_tokens"][:, starts] = 0
+        return batch
 
 
 def default_batch(work: str, size: str) -> int:
     """Return a number of rows that keeps an accelerator busy, or that a CPU can compute in reasonable time."""
-    found = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)
+    rows = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)
     devices = jax.device_count()
-    return -(-found // devices) * devices
+    return -(-rows // devices) * devices
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,16 +1,20 @@
-"""`t5x bench`: its arguments and the calls of the measurements."""
+"""Parse the arguments of `python -m benchmarks.bench`, run one measurement and print its result."""
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from t5x import startup
 from t5x.errors import UserError, check_at_least
 from t5x.verbs.arguments import add_import, import_modules
 from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
+_PROGRAM = "python -m benchmarks.bench"
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.planning.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
 _OPTIONS = {
     "train": (*_MODEL, "inputs", "targets", "dropout", "packed", "matmul", "remat", "microbatches"),
@@ -22,7 +26,27 @@ _OPTIONS = {
 }
 
 
-def define(parser: VerbParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a measurement, and return the exit code: 0, or 2 for errors that the user can fix."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    startup.configure_logging(debug=debug)
+    try:
+        run(_parser().parse_args(startup.set_jax_flags(words)))
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # XLA may still compile in a thread that signals do not stop
+    return 0
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser("bench")
+    parser.prog, parser.usage = _PROGRAM, f"{_PROGRAM} WORK [options]"
     parser.add_argument("work", choices=_OPTIONS, metavar="WORK", help=", ".join(_OPTIONS))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--batch", type=int, metavar="N", help="rows per step")
@@ -55,64 +79,69 @@ def define(parser: VerbParser) -> None:
         "--directory", metavar="DIR", help="directory on the disk to measure (the temporary directory)"
     )
     parser.set_help(
-        "Measure the code paths of the other verbs on this machine: T5 1.1 shapes, random weights and tokens, no "
-        "padding.",
+        "Measure the code paths of t5x on this machine: T5 1.1 shapes, random weights and tokens, no padding.",
         _EXAMPLES,
     )
+    return parser
 
 
 _EXAMPLES = """
-t5x bench train --size tiny --batch 4 --steps 3
-t5x bench generate --size base --batch 64 --beams 4 --json
-t5x bench data --data train.jsonl --vocabulary spiece.model --packed
-t5x bench checkpoint --size large --directory /mnt/disk
+python -m benchmarks.bench train --size tiny --batch 4 --steps 3
+python -m benchmarks.bench generate --size base --batch 64 --beams 4 --json
+python -m benchmarks.bench data --data train.jsonl --vocabulary spiece.model --packed
+python -m benchmarks.bench checkpoint --size large --directory /mnt/disk
 """
 
 
 def run(args: argparse.Namespace) -> None:
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    _check(args.work, given)
-    options = {name: given[name] for name in _OPTIONS[args.work] if name in given}
+    passed = {name: value for name, value in vars(args).items() if value is not None}
+    _check(args.work, passed)
+    options = {name: passed[name] for name in _OPTIONS[args.work] if name in passed}
     import_modules(args)
-    from t5x import startup
+    from t5x.partitioning.process_setup import enable_compilation_cache
 
-    startup.enable_compilation_cache()
+    enable_compilation_cache()
     work_begins()
-    from t5x.bench import report
+    from benchmarks.bench import report
 
     result = {"work": args.work} | _measure(args.work, options)
     print(json.dumps(report.rounded(result)) if args.json else report.table(result), flush=True)
 
 
-def _check(work: str, given: dict[str, Any]) -> None:
+def _check(work: str, passed: dict[str, Any]) -> None:
     for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
-        if name in given and name not in _OPTIONS[work]:
-            others = ", ".join(f"`t5x bench {other}`" for other in _OPTIONS if name in _OPTIONS[other])
-            raise UserError(f"--{name} is an option of {others}, not of `t5x bench {work}`.")
-    if work != "data" and given["modules"]:
-        raise UserError("--import is an option of `t5x bench data`.")
+        if name in passed and name not in _OPTIONS[work]:
+            others = ", ".join(f"`{other}`" for other in _OPTIONS if name in _OPTIONS[other])
+            raise UserError(f"--{name} is an option of {others}, not of `{work}`.")
+    if work != "data" and passed["modules"]:
+        raise UserError("--import is an option of `data`.")
     for least, names in ((1, ("batch", "steps", "beams", "microbatches")), (2, ("inputs", "targets"))):
-        check_at_least(least, "--", **{name: given.get(name) for name in names})
+        check_at_least(least, "--", **{name: passed.get(name) for name in names})
 
 
 def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     if work == "data":
-        from t5x.bench import data
+        from benchmarks.bench import data
 
         return data.measure(**options | {"packed": bool(options.get("packed"))})
     import jax
 
-    from t5x.bench import checkpoint, compute, workload
+    from benchmarks.bench import checkpoint, compute
     from t5x.network import default_dtype
+    from t5x.planning.workload import Workload, default_batch
 
     own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}
     options.setdefault("size", "small")
     options.setdefault("dtype", default_dtype())
-    options.setdefault("batch", workload.default_batch(work, options["size"]))
+    options.setdefault("batch", default_batch(work, options["size"]))
     if work == "checkpoint" and jax.default_backend() == "cpu":
         options = {"inputs": 64, "targets": 64} | options
-    made = workload.Workload(**options)
-    print(f"{work}: T5 1.1 {made.size}, batch {made.batch}, {made.dtype} …", file=sys.stderr, flush=True)
+    workload = Workload(**options)
+    print(f"{work}: T5 1.1 {workload.size}, batch {workload.batch}, {workload.dtype} …", file=sys.stderr, flush=True)
     if work == "checkpoint":
-        return checkpoint.measure(made, rounds=own.pop("steps", 3), **own)
-    return getattr(compute, work)(made, **own)
+        return checkpoint.measure(workload, rounds=own.pop("steps", 3), **own)
+    return getattr(compute, work)(workload, **own)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from t5x.bench import measures
-from t5x.bench.compute import Steps, describe
-from t5x.bench.workload import Workload
+from benchmarks.bench import measures
+from benchmarks.bench.compute import Steps, describe
 from t5x.checkpoints import CheckpointStore, paths
 from t5x.errors import UserError
+from t5x.planning.workload import Workload
 from t5x.trainer import StateLayout
 
 _WARM_UP, _AROUND = 5, 20  # steps
@@ -31,7 +31,7 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
       directory: on the disk to measure; None is the temporary directory.
 
     Returns:
-      the work, the machine, and medians of the rounds:
+      The workload, the machine, and medians of the rounds:
         checkpoint_gb: size of the checkpoint: parameters, optimizer state, step.
         save_blocking_s: how long save() blocked the training loop.
         save_done_s: until the checkpoint was complete, including checksums and flushes (checked after each step).
@@ -42,25 +42,25 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
         restore_to_read_ratio: restore_gb_per_s / cold_read_gb_per_s.
     """
     if not hasattr(os, "posix_fadvise"):
-        raise UserError("`t5x bench checkpoint` needs Linux, where files can be dropped from the page cache.")
+        raise UserError("`checkpoint` needs Linux, where files can be dropped from the page cache.")
     if directory is not None and not os.path.isdir(directory):
         raise UserError(f"--directory {directory} does not exist. Pass a directory on the disk to measure.")
     _check_disk(tempfile.gettempdir() if directory is None else directory)
-    made = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
+    scratch = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
     try:
         with measures.explain_out_of_memory("--batch, --inputs, --targets or --size"):
             steps = Steps(work)
             result = describe(work, steps.seen) | measures.machine()
-            with CheckpointStore(made, keep=1) as store:
+            with CheckpointStore(scratch, keep=1) as store:
                 saves = [_save(steps, store) for _ in range(rounds)]
             del steps
-            restores = [_restore(made, work.layout) for _ in range(rounds)]
+            restores = [_restore(scratch, work.layout) for _ in range(rounds)]
         result |= _medians(saves)
         result["save_overhead_percent"] = round(100 * (result["step_ms_around_save"] / result["step_ms"] - 1), 1)
         result |= _medians(restores)
         result["restore_to_read_ratio"] = round(result["restore_gb_per_s"] / result["cold_read_gb_per_s"], 2)
     finally:
-        shutil.rmtree(made)
+        shutil.rmtree(scratch)
     return result
 
 
@@ -116,8 +116,9 @@ def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
     size = paths.tree_size(checkpoint) / 1e9
     drop_from_cache(checkpoint)
     began = time.perf_counter()
-    read = lambda path: layout.abstract.restore_state(store.restore(path, layout.abstract.state_dict(), verify=False))
-    _, state, _ = store.restore_latest(read)
+    _, state, _ = store.restore_latest(
+        lambda path: layout.abstract.restore_state(store.restore(path, layout.abstract.state_dict(), verify=False))
+    )
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began
     del state
@@ -153,4 +154,4 @@ def _read_all(directory: os.PathLike) -> float:
 
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]}
+    return {name: round(statistics.median(measured[name] for measured in rounds), 4) for name in rounds[0]}

@@ -3,20 +3,20 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x.doctor.devices import processor
 from t5x.errors import UserError
-from t5x.network import attention
+from t5x.kernels.ops import Ops
 from t5x.partitioning.memory import available_memory
 from t5x.telemetry.devices import TERA
 
@@ -24,13 +24,13 @@ SECONDS, FEWEST, MOST = 10.0, 3, 200
 _GIGA = 1e9
 
 
-def steps_for(seconds_each: float, given: int | None) -> int:
-    """Return the number of steps to measure: the given one, or about ten seconds' worth.
+def steps_for(seconds_each: float, requested: int | None) -> int:
+    """Return the number of steps to measure: the requested one, or about ten seconds' worth.
 
     >>> steps_for(1.0, None), steps_for(60.0, None), steps_for(0.001, None), steps_for(60.0, 7)
     (10, 3, 200, 7)
     """
-    return given or min(MOST, max(FEWEST, int(SECONDS / max(seconds_each, 1e-9))))
+    return requested or min(MOST, max(FEWEST, int(SECONDS / max(seconds_each, 1e-9))))
 
 
 def step_times(seconds: Sequence[float]) -> dict[str, float]:
@@ -66,23 +66,21 @@ def watch_compilation() -> Iterator[Compilation]:
     """Record which attention backends the network calls, and whether programs came from the compilation cache."""
     seen = Compilation()
 
-    def noting(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            seen.attention.add(name)
-            return backend(*args, **kwargs)
+    attend = Ops.attend
 
-        return noted
+    def recording_attend(self: Ops, backend: str, *args: Any) -> jax.Array:
+        seen.attention.add(backend)
+        return attend(self, backend, *args)
 
     def listen(event: str, **_: Any) -> None:
         seen.cached += event == "/jax/compilation_cache/cache_hits"
 
-    before = dict(attention.BACKENDS)
-    attention.BACKENDS.update({name: noting(name, backend) for name, backend in before.items()})
+    Ops.attend = recording_attend  # type: ignore[method-assign]
     jax.monitoring.register_event_listener(listen)
     try:
         yield seen
     finally:
-        attention.BACKENDS.update(before)
+        Ops.attend = attend  # type: ignore[method-assign]
         jax.monitoring.unregister_event_listener(listen)
 
 
@@ -102,8 +100,8 @@ def matmul_flops(dtype: str) -> float:
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(repeats):
-            made = multiply(left, right)
-        made.block_until_ready()
+            product = multiply(left, right)
+        product.block_until_ready()
         best = min(best, (time.perf_counter() - began) / repeats)
     return 2 * size**3 / best * (1 if on_cpu else jax.device_count())
 
@@ -121,14 +119,6 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     kind = processor() if device.platform == "cpu" else device.device_kind
     return {"device": kind, "devices": jax.device_count(), "jax": jax.__version__}
-
-
-def processor() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = "cpu"
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    return f"{name}, {cores} cores"
 
 
 def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from t5x.bench.workload import SIZES, Workload
 from t5x.data import EncDecFeatureConverter
+from t5x.planning.workload import SIZES, Workload
 
 TINY = Workload("tiny", batch=2, inputs=8, targets=6)
 
@@ -24,15 +24,15 @@ def test_batches_are_those_of_the_feature_converter(packed):
     for inputs, targets in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
         parts = [np.split(ids, ends[:-1]) for ids, ends in ((inputs, cut["inputs"]), (targets, cut["targets"]))]
         rows.append([{"inputs": i, "targets": t} for i, t in zip(*parts, strict=True)])
-    wanted = EncDecFeatureConverter(pack=packed > 0).convert_batch(rows, {"inputs": 8, "targets": 6})
-    assert set(batch) == set(wanted)
-    for name, array in wanted.items():
+    expected = EncDecFeatureConverter(pack=packed > 0).convert_batch(rows, {"inputs": 8, "targets": 6})
+    assert set(batch) == set(expected)
+    for name, array in expected.items():
         np.testing.assert_array_equal(batch[name], array, err_msg=name)
 
 
 def test_parameters_are_random_and_norms_scale_by_one():
     params = TINY.params()
-    jax.tree.map(lambda made, wanted: (made.shape, made.dtype) == (wanted.shape, wanted.dtype) or pytest.fail(),
+    jax.tree.map(lambda array, spec: (array.shape, array.dtype) == (spec.shape, spec.dtype) or pytest.fail(),
                  params, TINY.layout.abstract.params)  # fmt: skip
     assert (params["encoder"]["encoder_norm"]["scale"] == 1).all()
     query, key = (params["encoder"]["layers_0"]["attention"][name]["kernel"] for name in ("query", "key"))

@@ -1,0 +1,1 @@
+"""Measure training, generation, scoring, data and checkpoints: `python -m benchmarks.bench`."""
