@@ -62,7 +62,7 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
     with open(os.path.join(directory, DESCRIPTION), "w") as text_file:
         json.dump(description, text_file, indent=1)
         text_file.write("\n")
-    return checking.compare_ids(exportable, Reader(directory))
+    return checking.compare_ids(exportable, StableHLOReader(directory))
 
 
 def _shapes(avals: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _write_vocabulary(directory: str, exportable: Exportable) -> dict[str, list[
     return written
 
 
-class Reader:
+class StableHLOReader:
     """Runs the programs of an export, from its files alone."""
 
     def __init__(self, directory: str):

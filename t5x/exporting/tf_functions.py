@@ -401,8 +401,8 @@ def create_postprocessor(
         if add_token_length_to_output and inference_mode == "predict":
             ids = model_outputs[0]
             is_before = tf.equal(tf.cumsum(tf.cast(tf.equal(ids, vocab.eos_id), tf.int32), axis=-1), 0)
-            count = lambda x: tf.reduce_sum(tf.cast(x, tf.int32), axis=-1)
-            named |= {"num_tokens": count(ids > 0), "num_tokens_before_eos": count(is_before & (ids > 0))}
+            for name, is_counted in (("num_tokens", ids > 0), ("num_tokens_before_eos", is_before & (ids > 0))):
+                named[name] = tf.reduce_sum(tf.cast(is_counted, tf.int32), axis=-1)
         return named
 
     return TfFunction(postprocess, () if tokenizer is None else [tokenizer.resource])

@@ -27,7 +27,7 @@ from t5x.serving.batched_model import BatchedModel
 from t5x.serving.batching import CURRENT_CALL, Call, CancelledCall
 from t5x.serving.security import ApiError, Guard, disconnected, read_body
 from t5x.serving.served_models import ServedModels, UnknownModel
-from t5x.serving.server_metrics import Metrics
+from t5x.serving.server_metrics import ServerMetrics
 from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,13 @@ class Api:
     """
 
     def __init__(
-        self, models: ServedModels, settings: ServerSettings, metrics: Metrics, *, token: str | None, is_local: bool
+        self,
+        models: ServedModels,
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        *,
+        token: str | None,
+        is_local: bool,
     ):
         self._models = models
         self._settings = settings

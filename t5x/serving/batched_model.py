@@ -35,7 +35,7 @@ _MAX_PROGRAMS = 64  # compiled programs in the cache of a model
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """What is computed, and the lengths: one compiled program.
 
     Attributes:
@@ -115,9 +115,9 @@ class BatchedModel(LoadedModel):
         if decoding.min_length or decoding.repetition_penalty != 1:
             values |= {"min_length": decoding.min_length, "repetition_penalty": float(decoding.repetition_penalty)}
             fixed["min_length"] = 1
-        targets, shared_decoding = self.output_bucket(room or max_length), Decoding(**fixed)
+        targets, shared = self.output_bucket(room or max_length), Decoding(**fixed)
         rows = [
-            BatchRow(Shape("generate", self._input_bucket(ids), targets, shared_decoding), _example(ids), values, index)
+            BatchRow(BatchShape("generate", self._input_bucket(ids), targets, shared), _example(ids), values, index)
             for ids, index in zip(inputs, indices or range(len(inputs)), strict=True)
         ]
         results = self._batcher.run(self.compute, rows)
@@ -125,7 +125,7 @@ class BatchedModel(LoadedModel):
 
     def scores(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], **_: Any) -> list[float]:
         rows = [
-            BatchRow(Shape("score", self._input_bucket(ids), _bucket(len(target), _SHORTEST_TARGET)),
+            BatchRow(BatchShape("score", self._input_bucket(ids), _bucket(len(target), _SHORTEST_TARGET)),
                 _example(ids, target))
             for ids, target in zip(inputs, targets, strict=True)
         ]  # fmt: skip
@@ -133,13 +133,14 @@ class BatchedModel(LoadedModel):
 
     def label_logits(self, inputs: Sequence[Ids], labels: Sequence[int], **_: Any) -> np.ndarray:
         self._require_encoder("Ranking")
-        rows = [BatchRow(Shape("rank", self._input_bucket(ids), len(labels)), _example(ids, labels)) for ids in inputs]
+        shapes = [BatchShape("rank", self._input_bucket(ids), len(labels)) for ids in inputs]
+        rows = [BatchRow(shape, _example(ids, labels)) for shape, ids in zip(shapes, inputs, strict=True)]
         return np.array(self._batcher.run(self.compute, rows), np.float32).reshape(len(inputs), len(labels))
 
     def embeddings(self, inputs: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the mean of the encoder's outputs for each input, float32 of length 1."""
         self._require_encoder("An embedding")
-        rows = [BatchRow(Shape("embed", self._input_bucket(ids), 1), _example(ids)) for ids in inputs]
+        rows = [BatchRow(BatchShape("embed", self._input_bucket(ids), 1), _example(ids)) for ids in inputs]
         return self._batcher.run(self.compute, rows)
 
     def input_lengths(self) -> list[int]:
@@ -164,7 +165,7 @@ class BatchedModel(LoadedModel):
 
     # -- in the thread of the batcher ----------------------------------------------------------------------------------
 
-    def compute(self, shape: Shape, rows: Sequence[BatchRow]) -> list[Any]:
+    def compute(self, shape: BatchShape, rows: Sequence[BatchRow]) -> list[Any]:
         """Compute a batch of at most `Batcher.max_rows` rows, and return their results."""
         return self.engine.run(
             self._cached_program(shape),
@@ -175,7 +176,7 @@ class BatchedModel(LoadedModel):
             row_values={name: [row.values[name] for row in rows] for name in rows[0].values},
         )
 
-    def _cached_program(self, shape: Shape) -> MaskingVariants:
+    def _cached_program(self, shape: BatchShape) -> MaskingVariants:
         # The first program of the dictionary is the least recently used one.
         if (program := self._programs.pop(shape, None)) is None:
             decoded = MANY_ROWS if shape.decoding is None else self._row_count * shape.decoding.num_decodes
@@ -185,7 +186,7 @@ class BatchedModel(LoadedModel):
         self._programs[shape] = program
         return program
 
-    def _function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
+    def _function(self, shape: BatchShape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
         if shape.decoding is not None:
             return self._decoding_function(shape.decoding, shape.targets)
         if shape.kind == "embed":
@@ -219,9 +220,10 @@ class BatchedModel(LoadedModel):
                 options["length_penalty"] = batch.pop("length_penalty")
             callbacks = [fixed, _same_logits] if fixed else [_same_logits]
             if decoding.min_length:
-                per_row = lambda name: jnp.repeat(batch.pop(name), decoding.num_decodes)
-                callbacks.insert(0, constraints.repetition_penalty(per_row("repetition_penalty")))
-                callbacks.append(constraints.min_length(per_row("min_length")))
+                penalties, lengths = (
+                    jnp.repeat(batch.pop(name), decoding.num_decodes) for name in ("repetition_penalty", "min_length")
+                )
+                callbacks = [constraints.repetition_penalty(penalties), *callbacks, constraints.min_length(lengths)]
             options["logit_callback_fn"] = constraints.chain(callbacks)
             return model.predict_batch_with_aux(
                 params, batch, keys(seeds, batch["example_index"]), options, num_decodes=decoding.num_decodes,

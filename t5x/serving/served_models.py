@@ -12,9 +12,9 @@ from t5x.checkpoints.store import CheckpointStore
 from t5x.errors import UserError
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
-from t5x.serving.batched_model import BatchedModel, Shape
+from t5x.serving.batched_model import BatchedModel, BatchShape
 from t5x.serving.batching import Batcher, BatchRow
-from t5x.serving.server_metrics import Metrics
+from t5x.serving.server_metrics import ServerMetrics
 from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ServedModels:
         directories: Mapping[str, str],
         settings: ServerSettings,
         batcher: Batcher,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         options: Mapping[str, Any],
     ):
         self.is_ready = False
@@ -116,13 +116,13 @@ class ServedModels:
             model.compute(shape, [BatchRow(shape, {"inputs": [1], "targets": [1] * shape.targets}, values)])
         log.info("%s is ready: %d program(s) in %.1f s", name, len(shapes), time.monotonic() - began)
 
-    def _shapes(self, model: BatchedModel, kind: str) -> list[Shape]:
+    def _shapes(self, model: BatchedModel, kind: str) -> list[BatchShape]:
         decoding = Decoding() if kind == "generate" else None
         targets = {
             "generate": model.output_bucket(1), "score": 16, "embed": 1,
             "rank": len(model.reranker.labels) if kind == "rank" else 0,
         }[kind]  # fmt: skip
-        return [Shape(kind, length, targets, decoding) for length in model.input_lengths()]
+        return [BatchShape(kind, length, targets, decoding) for length in model.input_lengths()]
 
 
 def _probable_kinds(model: BatchedModel) -> tuple[str, ...]:

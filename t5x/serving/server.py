@@ -19,10 +19,10 @@ from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE
 from t5x.partitioning import process_setup
 from t5x.serving.api import Api
-from t5x.serving.batched_model import Shape
+from t5x.serving.batched_model import BatchShape
 from t5x.serving.batching import Batcher
 from t5x.serving.served_models import ServedModels
-from t5x.serving.server_metrics import Metrics
+from t5x.serving.server_metrics import ServerMetrics
 from t5x.serving.settings import LOOPBACK, ServerSettings
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ def serve(
     """
     process_setup.enable_compilation_cache()
     _allow_many_connections()
-    metrics = Metrics()
+    metrics = ServerMetrics()
 
-    def observe(shape: Shape, rows: int, seconds: float) -> None:
+    def observe(shape: BatchShape, rows: int, seconds: float) -> None:
         metrics.batches.labels(shape.kind).inc()
         metrics.batch_rows.labels(shape.kind).inc(rows)
         metrics.batch_seconds.labels(shape.kind).inc(seconds)

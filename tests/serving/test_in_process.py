@@ -14,11 +14,11 @@ import uvicorn
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
 from t5x.serving.api import Api
-from t5x.serving.batched_model import BatchedModel, Shape
+from t5x.serving.batched_model import BatchedModel, BatchShape
 from t5x.serving.batching import CURRENT_CALL, Batcher, BatchRow, Call
 from t5x.serving.served_models import ServedModels
 from t5x.serving.server import listen
-from t5x.serving.server_metrics import Metrics
+from t5x.serving.server_metrics import ServerMetrics
 from t5x.serving.settings import ServerSettings
 from tests.inference.models import byte_model
 
@@ -36,13 +36,13 @@ class Service:
     """
 
     def __init__(self, directory, **settings):
-        self.batches: list[Shape] = []
+        self.batches: list[BatchShape] = []
         self._after_batch = lambda: None
         self._batcher = Batcher(1, 0.0, self._observe)
         limits = ServerSettings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
-        self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, Metrics(), {})
+        self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, ServerMetrics(), {})
         self.models.load()
-        self._api = Api(self.models, limits, metrics := Metrics(), token=None, is_local=True)
+        self._api = Api(self.models, limits, metrics := ServerMetrics(), token=None, is_local=True)
         self._metrics = metrics
         self._held = threading.Event()
 
@@ -62,7 +62,7 @@ class Service:
         self._batcher.close()
 
     def _observe(self, shape, rows, seconds):
-        if isinstance(shape, Shape):
+        if isinstance(shape, BatchShape):
             self.batches.append(shape)
             after_batch, self._after_batch = self._after_batch, lambda: None
             after_batch()
@@ -260,7 +260,7 @@ def test_a_sample_depends_on_its_seed_and_index_only(directory):
         return BatchRow(None, {"inputs": model.tokenize(text), "targets": []}, values, index)
 
     def samples(*rows, inputs=32):
-        shape = Shape("generate", inputs, 16, Decoding(temperature=1.0))
+        shape = BatchShape("generate", inputs, 16, Decoding(temperature=1.0))
         return [decodes[0].tolist() for decodes, _ in model.compute(shape, rows)]
 
     (alone,) = samples(row())

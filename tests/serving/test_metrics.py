@@ -1,6 +1,6 @@
 """What Prometheus reads, without a server."""
 
-from t5x.serving.server_metrics import Metrics
+from t5x.serving.server_metrics import ServerMetrics
 
 NAMES = {
     "t5x_requests": ("counter", {"route": "/score", "status": "200"}),
@@ -13,8 +13,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def filled() -> Metrics:
-    metrics = Metrics()
+def filled() -> ServerMetrics:
+    metrics = ServerMetrics()
     metrics.requests.labels("/score", 200).inc()
     metrics.request_seconds.labels("/score").observe(0.3)
     for counter in (metrics.batches, metrics.batch_rows, metrics.batch_seconds):
@@ -39,4 +39,4 @@ def test_metrics_have_the_documented_names_and_labels():
 
 def test_servers_in_one_process_count_for_themselves():
     filled()
-    assert "t5x_reloads_total{" not in Metrics().text()
+    assert "t5x_reloads_total{" not in ServerMetrics().text()
