@@ -45,6 +45,9 @@ WRONG = {
     "a template that is none": ("infer --model {m} --input x.tsv --inputs {{q!r}}", "question: {{question}}"),
     "text where fields are needed": ("infer --model {m} --input x.txt --inputs {{q}}{{a}}", "q, a", ".jsonl"),
     "gin beside a model": ("infer --model {m} --input - --gin.BATCH_SIZE=3", "--gin"),
+    "gin options beside a model": (
+        "eval --model {m} --data x.tsv --dry_run --tfds_data_dir d", "--dry_run, --tfds_data_dir", "CHECKPOINT_PATH",
+    ),
     "gin where there is none": ("inspect {m} --gin.BATCH_SIZE=3", "--gin.NAME=VALUE"),
     "a gin file beside it": ("train --gin_file=conf/mne.gin", "conf/mine.gin"),
     "a model that is not there": ("infer --model {m}x --input x.txt", "{m}"),
