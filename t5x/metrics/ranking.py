@@ -37,8 +37,8 @@ MEASURES = ("ndcg@10", "mrr@10", "recall@100", "map")
 
 def evaluate(qrels: Qrels, run: Run, measures: Sequence[str] = MEASURES, **options: Any) -> dict[str, float]:
     """Return {measure: mean over the queries}. The arguments are those of `per_query`."""
-    found = per_query(qrels, run, measures, **options)
-    return {measure: float(np.mean(list(values.values()))) for measure, values in found.items()}
+    by_query = per_query(qrels, run, measures, **options)
+    return {measure: float(np.mean(list(values.values()))) for measure, values in by_query.items()}
 
 
 def per_query(
@@ -65,7 +65,7 @@ def per_query(
     if relevance_level < 1:
         raise UserError(f"relevance_level={relevance_level}: it must be at least 1, because grade 0 is not relevant.")
     parsed = {measure: _parse_measure(measure) for measure in measures}
-    found: PerQuery = {measure: {} for measure in parsed}
+    by_measure: PerQuery = {measure: {} for measure in parsed}
     for query in _queries(qrels, run, missing_as_zero):
         judged = qrels[query]
         _check_values("grade", query, judged)
@@ -73,8 +73,8 @@ def per_query(
         grades = np.array([max(judged.get(document, 0), 0) for document in order], np.float64)
         ideal = np.sort([grade for grade in judged.values() if grade > 0])[::-1].astype(np.float64)
         for measure, (name, cutoff) in parsed.items():
-            found[measure][query] = _value(name, grades[:cutoff], ideal, relevance_level, cutoff)
-    return found
+            by_measure[measure][query] = _value(name, grades[:cutoff], ideal, relevance_level, cutoff)
+    return by_measure
 
 
 def ranked(scores: Mapping[str, float], query: str = "") -> list[str]:
@@ -180,17 +180,17 @@ def table(runs: Mapping[str, PerQuery], significance: float = 0.05) -> str:
         raise UserError("There are no runs.")
     first, base = next(iter(runs.items()))
 
-    def cell(found: PerQuery, measure: str) -> str:
-        mean = float(np.mean(list(found[measure].values())))
-        testable = found is not base and len(base[measure]) > 1
-        differs = testable and compare(base[measure], found[measure], samples=0).t_test < significance
+    def cell(per_measure: PerQuery, measure: str) -> str:
+        mean = float(np.mean(list(per_measure[measure].values())))
+        testable = per_measure is not base and len(base[measure]) > 1
+        differs = testable and compare(base[measure], per_measure[measure], samples=0).t_test < significance
         return f"{mean:.4f}{'*' if differs else ' '}"
 
     rows = [["run", *(f"{measure} " for measure in base)]]
-    for name, found in runs.items():
-        if found.keys() != base.keys():
+    for name, per_measure in runs.items():
+        if per_measure.keys() != base.keys():
             raise UserError(f"Runs {first!r} and {name!r} have different measures. Evaluate both with the same.")
-        rows.append([name, *(cell(found, measure) for measure in base)])
+        rows.append([name, *(cell(per_measure, measure) for measure in base)])
     head, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([name.ljust(head), *map(str.rjust, cells, widths)]).rstrip() for name, *cells in rows]
     queries = len(next(iter(base.values()), ()))
@@ -209,8 +209,7 @@ def _value(measure: str, grades: np.ndarray, ideal: np.ndarray, level: int, cuto
       cutoff: k, or None.
     """
     if measure == "ndcg":
-        gain = lambda values: float((values / np.log2(np.arange(len(values)) + 2)).sum())
-        return gain(grades) / gain(ideal[:cutoff]) if len(ideal) else 0.0
+        return _discounted_gain(grades) / _discounted_gain(ideal[:cutoff]) if len(ideal) else 0.0
     hits = np.flatnonzero(grades >= level)
     if not len(hits):
         return 0.0
@@ -218,8 +217,12 @@ def _value(measure: str, grades: np.ndarray, ideal: np.ndarray, level: int, cuto
         return 1.0 / (int(hits[0]) + 1)
     if measure == "precision":
         return len(hits) / (cutoff or len(grades))
-    found = len(hits) if measure == "recall" else float((np.arange(1, len(hits) + 1) / (hits + 1)).sum())
-    return found / int((ideal >= level).sum())
+    total = len(hits) if measure == "recall" else float((np.arange(1, len(hits) + 1) / (hits + 1)).sum())
+    return total / int((ideal >= level).sum())
+
+
+def _discounted_gain(grades: np.ndarray) -> float:
+    return float((grades / np.log2(np.arange(len(grades)) + 2)).sum())
 
 
 def _parse_measure(text: str) -> tuple[str, int | None]:
@@ -231,17 +234,17 @@ def _parse_measure(text: str) -> tuple[str, int | None]:
 
 
 def _queries(qrels: Qrels, run: Run, missing_as_zero: bool) -> list[str]:
-    for what, given in (("qrels", qrels), ("run", run)):
-        if not isinstance(given, Mapping) or not all(isinstance(of_query, Mapping) for of_query in given.values()):
+    for what, judged in (("qrels", qrels), ("run", run)):
+        if not isinstance(judged, Mapping) or not all(isinstance(of_query, Mapping) for of_query in judged.values()):
             raise UserError(f"{what} must be {{query: {{document: number}}}}; read_{what} reads it from a file.")
-    found = [query for query in qrels if query in run]
-    if not found:
+    queries = [query for query in qrels if query in run]
+    if not queries:
         raise UserError(f"No query of run ({_some(run)}) is in qrels ({_some(qrels)}). Use the same ids, as strings.")
     if missing_as_zero:
         return list(qrels)
-    if missing := len(qrels) - len(found):
+    if missing := len(qrels) - len(queries):
         logger.warning("ignoring %d of %d judged queries that the run lacks (see missing_as_zero)", missing, len(qrels))
-    return found
+    return queries
 
 
 def _check_values(what: str, query: str, values: Mapping[str, float]) -> None:

@@ -81,7 +81,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
         stage = lambda: local_copies.stage(self._files(split), copy_progress)
-        return lambda: described | {"files": file_digests.describe_files(stage())}
+        return lambda: described | {"files": file_digests.hash_data_files(stage())}
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]

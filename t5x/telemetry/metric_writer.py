@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 
 
-class Home(Protocol):
+class RunDirectory(Protocol):
     """The directory of the run that contains a writer's files."""
 
     def renew(self) -> bool:
@@ -60,7 +60,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         *,
         collection: str,
         purge_step: int | None = None,
-        home: Home | None = None,
+        home: RunDirectory | None = None,
     ):
         self.directory = os.path.abspath(directory)
         self.collection = collection

@@ -79,7 +79,7 @@ def cache_tasks(
             if splits and split not in splits:
                 continue
             one = cache_writer.write(task, split, directory=output_dir, **options)
-            logger.info("%s is complete: %d of %d shard(s) written now", one.path, one.made, one.shards)
+            logger.info("%s is complete: %d of %d shard(s) written now", one.path, one.written, one.shards)
             if one.bad:
                 logger.warning("skipped %d bad example(s) of task %s, split %s", one.bad, task.name, split)
             numbers = (f"{one.examples:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.seconds:.1f}")

@@ -144,9 +144,9 @@ class FileVocabulary(Vocabulary):
 
     def with_content(self, content: bytes) -> Self:
         """Return this vocabulary with the given content instead of its file's."""
-        made = type(self).__new__(type(self))
-        made.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
-        return made
+        vocabulary = type(self).__new__(type(self))
+        vocabulary.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
+        return vocabulary
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}
