@@ -145,7 +145,7 @@ def write_shard(work: ShardWork, number: int, report: Callable[[int], None] = la
     """Write a shard atomically.
 
     Args:
-      report: called now and then with the number of source examples done since the last call.
+      report: called about twice a second with the number of source examples done since the last call.
     """
     files = open_directory(work.path)
     indices = work.shards[number]

@@ -44,7 +44,7 @@ class DataDescription:
           given: options that override it; None does not.
 
         Raises:
-          UserError: what is stored is invalid.
+          UserError: the stored description is invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         stored = stored or {}
@@ -63,7 +63,7 @@ class DataDescription:
         return self.prefix + (self.inputs if "{" in self.inputs else f"{{{self.inputs}}}")
 
     def fields(self) -> dict[str, Any]:
-        """Return what is not the default, without the lengths, as JSON values."""
+        """Return the settings that differ from the defaults, without the lengths, as JSON values."""
         default, names = DataDescription().to_json(), ("inputs", "targets", "prefix", "columns")
         return {name: value for name, value in self.to_json().items() if name in names and value != default[name]}
 

@@ -325,7 +325,7 @@ class Lane:
         return self._config.pipelines[sampled.stream].located(sampled.source_index)
 
     def state(self) -> list[int]:
-        """Return the numbers that `seek` takes: number of draws, then the position in each stream."""
+        """Return the numbers that `seek` takes: how many tasks were sampled, then the position in each stream."""
         positions = [stream.position for stream in self._streams]
         draws = self._draws
         if self._held is not None:  # it will be sampled again

@@ -98,7 +98,7 @@ class TrainLoader(Iterator[Batch]):
     together are the same for any number of processes and workers.
 
     Args:
-      config: what is read.
+      config: the data and how rows are made of it.
       rows: rows of the global batch that this process reads; None reads all.
       num_workers: number of processes that make the rows; 0 uses a thread of this one; None chooses by the number of
         cores.
@@ -342,7 +342,7 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
 def read_positions(
     pipeline: Pipeline, order: Order, bad: BadExamples | None, positions: Iterable[int]
 ) -> Iterator[tuple[int, int, list[Example]]]:
-    """Yield (position, index of the source example, what is made of it) of these positions in the order."""
+    """Yield (position, index of the source example, its outputs) of these positions in the order."""
     for position in positions:
         epoch, index = order(position)
         try:

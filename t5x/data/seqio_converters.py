@@ -1,4 +1,4 @@
-"""Feature converters of the real seqio, as ours. Nothing here imports seqio or TensorFlow before the user does."""
+"""Adapters for feature converters of the real seqio. Nothing here imports seqio or TensorFlow before the user does."""
 
 import contextlib
 import queue
@@ -16,7 +16,7 @@ _MOST_ROWS = 1000  # of one group of examples; one is expected
 
 
 def make_converter(converter_cls: Callable[..., Any], pack: bool) -> FeatureConverter:
-    """Return `converter_cls(pack=pack)`: ours, or a converter of seqio behind our interface.
+    """Return `converter_cls(pack=pack)`, adapted to our interface if it is a converter of seqio.
 
     Args:
       converter_cls: a `FEATURE_CONVERTER_CLS`.

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def from_tf_data(value: Any) -> Any:
-    """Convert a tf.data value to one as in our sources, where texts are str."""
+    """Convert a tf.data value to one as in our sources, where strings are str."""
     return _convert(value, _decode_bytes)
 
 

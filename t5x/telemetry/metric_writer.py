@@ -23,14 +23,18 @@ class RunDirectory(Protocol):
     """The directory of the run that contains a writer's files."""
 
     def renew(self) -> bool:
-        """Recreate it if it was removed; raise if another run took its place. False: not possible now."""
+        """Recreate the directory if it was removed; return False if that is not possible now.
+
+        Raises:
+          UserError: another run uses its path.
+        """
 
     def what_to_free(self) -> str:
-        """Say what may be deleted if the disk is full."""
+        """Return a sentence that names what may be deleted if the disk is full."""
 
 
 class MetricWriter(contextlib.AbstractContextManager):
-    """Writes scalars and texts by step.
+    """A writer of scalars and strings by step.
 
     `<directory>/metrics.jsonl` has one object per line, `{"step": 100, "loss": 2.5, …}`, complete when `write_scalars`
     returns; values that are not finite are strings (`"nan"`, `"inf"`, `"-inf"`). `<directory>/events.out.tfevents.*`

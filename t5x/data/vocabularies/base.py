@@ -63,7 +63,7 @@ class Vocabulary(abc.ABC):
         return self._decode(ids)
 
     def encode_tf(self, text: Any) -> Any:
-        """Return the token ids of a string tensor, for code of seqio that gets a vocabulary of ours."""
+        """Return the token ids of a string tensor, for seqio code that receives one of our vocabularies."""
         import tensorflow as tf  # the caller has imported it
 
         def encode(text: Any) -> np.ndarray:
