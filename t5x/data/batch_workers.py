@@ -42,7 +42,7 @@ class Counts:
         return Counts(self.bad - other.bad, self.trimmed - other.trimmed)
 
 
-class Made(NamedTuple):
+class BuiltBatch(NamedTuple):
     """A batch, the lane states after it, and the counts for it."""
 
     batch: Batch
@@ -65,10 +65,10 @@ class LocalRows:
     def states(self) -> States:
         return join_states([lane.row, 1, *lane.state()] for lane in self._lanes)
 
-    def next(self) -> Made:
+    def next(self) -> BuiltBatch:
         before = self._counts()
         batch = stack_rows([lane.next_row() for lane in self._lanes])
-        return Made(batch, self.states(), self._counts() - before)
+        return BuiltBatch(batch, self.states(), self._counts() - before)
 
     def close(self) -> None:
         pass
@@ -93,20 +93,20 @@ class WorkerRows:
     def seek(self, states: States) -> None:
         self._start = states  # `next` sends it, because sending waits for the workers to start
 
-    def next(self) -> Made:
+    def next(self) -> BuiltBatch:
         if self._start is not None:
             for worker, rows in zip(self._workers, self._rows, strict=True):
                 worker.send([rows, self._start])
             self._start = None
         answers = (worker.receive() for worker in self._workers)
-        parts = [Made(batch, states, Counts(bad, Counter(trimmed))) for batch, states, bad, trimmed in answers]
+        parts = [BuiltBatch(batch, states, Counts(bad, Counter(trimmed))) for batch, states, bad, trimmed in answers]
         batch = {}
         for name, first in parts[0].batch.items():
             batch[name] = np.empty((sum(map(len, self._rows)), *first.shape[1:]), first.dtype)
             for number, part in enumerate(parts):
                 batch[name][number :: len(parts)] = part.batch[name]
         states = join_states(sorted(run for part in parts for run in part.states))
-        return Made(batch, states, sum((part.counts for part in parts), Counts()))
+        return BuiltBatch(batch, states, sum((part.counts for part in parts), Counts()))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -127,7 +127,7 @@ def send_rows(config: LaneConfig, command: tuple[list[int], States], parent: wor
         parent.send([batch, states, counts.bad, counts.trimmed])
 
 
-class Ahead:
+class Prefetcher:
     """Calls `produce` in a thread, at most `depth` results ahead."""
 
     def __init__(self, produce: Callable[[], Any], depth: int):

@@ -81,22 +81,22 @@ def find(task: CacheableTask, split: str, *, need_text: bool = True) -> "CachedE
         if not parent.is_directory(name):
             continue
         try:
-            found = CachedExamples(path)
-            found.check(task, split)
-            found.stage()
+            cached = CachedExamples(path)
+            cached.check(task, split)
+            cached.stage()
         except Unusable as error:
             _warn_once(f"Ignoring the cache {path}: {error}. Task {task.name!r} is read from its source.")
             continue
-        if need_text and found.info.get("drop_text", True):
+        if need_text and cached.info.get("drop_text", True):
             _warn_once(f"Ignoring the cache {path} here: it has no texts (--drop_text), which are needed.")
             continue
         logger.info("Reading split %r of task %r from its cache %s", split, task.name, path)
-        if found.bad:
+        if cached.bad:
             _warn_once(
-                f"The cache {path} was written with --skip_bad_examples: {found.bad} bad example(s) of split {split!r} "
-                f"of task {task.name!r} are not in it."
+                f"The cache {path} was written with --skip_bad_examples: {cached.bad} bad example(s) of split "
+                f"{split!r} of task {task.name!r} are not in it."
             )
-        return found
+        return cached
     return None
 
 

@@ -43,7 +43,7 @@ _SECONDS_BETWEEN_REPORTS = 0.5
 Summary = dict[str, Any]
 
 
-class Written(NamedTuple):
+class CacheSummary(NamedTuple):
     """The result of writing a cache.
 
     Attributes:
@@ -52,7 +52,7 @@ class Written(NamedTuple):
       tokens: number of tokens in all output features.
       bytes: size of all shards.
       bad: number of source examples that were skipped.
-      made: number of shards written now; the others existed.
+      written: number of shards written now; the others existed.
       shards: number of shards.
       seconds: time taken.
     """
@@ -62,12 +62,12 @@ class Written(NamedTuple):
     tokens: int
     bytes: int
     bad: int
-    made: int
+    written: int
     shards: int
     seconds: float
 
 
-class Work(NamedTuple):
+class ShardWork(NamedTuple):
     """Everything needed to write any shard of a cache.
 
     Attributes:
@@ -94,7 +94,7 @@ def write(
     skip_bad_examples: bool = False,
     runner: str | None = None,
     examples_per_shard: int | None = None,
-) -> Written:
+) -> CacheSummary:
     """Write the cache of a split, or its missing shards.
 
     Args:
@@ -128,24 +128,24 @@ def write(
     with _exclusive(files) as check_lock:
         info = _prepare(files, info, overwrite)
         shards = cache_reader.shard_ranges(count, info["examples_per_shard"])
-        work = Work(pipeline, path, shards, drop_text, skip_bad_examples)
+        work = ShardWork(pipeline, path, shards, drop_text, skip_bad_examples)
         finished = _finished(work, range(len(shards)))
         missing = [number for number in range(len(shards)) if number not in finished]
         if missing:
             files.remove(cache_reader.COMPLETED)
-            finished |= _make(work, missing, num_workers, runner)
+            finished |= _write_missing(work, missing, num_workers, runner)
         check_lock()
         _complete(files, {"shards": [finished[number] for number in range(len(shards))]})
     names = ("examples", "tokens", "bytes", "bad")
     totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
-    return Written(path, **totals, made=len(missing), shards=len(shards), seconds=time.monotonic() - began)
+    return CacheSummary(path, **totals, written=len(missing), shards=len(shards), seconds=time.monotonic() - began)
 
 
-def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
+def write_shard(work: ShardWork, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
     """Write a shard atomically.
 
     Args:
-      report: called now and then with the number of source examples done since the last call.
+      report: called about twice a second with the number of source examples done since the last call.
     """
     files = open_directory(work.path)
     indices = work.shards[number]
@@ -170,7 +170,7 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
     return summary
 
 
-def _preprocess(work: Work, index: int, summary: Summary) -> list[Example]:
+def _preprocess(work: ShardWork, index: int, summary: Summary) -> list[Example]:
     try:
         examples = work.pipeline.unfinished(0, index)
     except BadExample as error:
@@ -186,18 +186,18 @@ def _preprocess(work: Work, index: int, summary: Summary) -> list[Example]:
 
 
 def _tokens(example: Example, features: Iterable[str]) -> int:
-    found = [example[name] for name in features if name in example]
-    return sum(value.size if isinstance(value, np.ndarray) else 0 for value in found)
+    values = [example[name] for name in features if name in example]
+    return sum(value.size if isinstance(value, np.ndarray) else 0 for value in values)
 
 
 # --- The directory ----------------------------------------------------------------------------------------------------
 
 
 def _default_directory() -> str:
-    found = cache_reader.directories()
-    if not found:
+    directories = cache_reader.directories()
+    if not directories:
         raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Set --output_dir.")
-    return found[0]
+    return directories[0]
 
 
 @contextlib.contextmanager
@@ -264,23 +264,24 @@ def _prepare(files: Directory, info: dict[str, Any], overwrite: bool) -> dict[st
 def _describe_differences(existing: dict[str, Any], info: dict[str, Any]) -> list[str]:
     if existing.get("format") != info["format"]:
         return [f"its format is {existing.get('format')}, not {info['format']}"]
-    found = cache_reader.describe_differences(existing["identity"], info["identity"])
+    differences = cache_reader.describe_differences(existing["identity"], info["identity"])
     if existing["drop_text"] != info["drop_text"]:
-        found.append("it has no texts (--drop_text)" if existing["drop_text"] else "it has texts (no --drop_text)")
+        has_texts = "it has no texts (--drop_text)" if existing["drop_text"] else "it has texts (no --drop_text)"
+        differences.append(has_texts)
     if existing["num_examples"] != info["num_examples"]:
-        found.append(f"it has {existing['num_examples']} source examples, not {info['num_examples']}")
+        differences.append(f"it has {existing['num_examples']} source examples, not {info['num_examples']}")
     cache_reader.count_in(existing, "examples_per_shard", low=1)
-    return found
+    return differences
 
 
-def _finished(work: Work, numbers: Sequence[int]) -> dict[int, Summary]:
+def _finished(work: ShardWork, numbers: Sequence[int]) -> dict[int, Summary]:
     """Return the summaries of those of the shards that are finished and intact."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = zip(numbers, pool.map(functools.partial(_summary_if_intact, work), numbers), strict=True)
-        return {number: summary for number, summary in found if summary is not None}
+        summaries = zip(numbers, pool.map(functools.partial(_summary_if_intact, work), numbers), strict=True)
+        return {number: summary for number, summary in summaries if summary is not None}
 
 
-def _summary_if_intact(work: Work, number: int) -> Summary | None:
+def _summary_if_intact(work: ShardWork, number: int) -> Summary | None:
     files, name = open_directory(work.path), cache_reader.shard_name(number)
     try:
         summary = cache_reader.read_json(files, _summary_name(number))
@@ -321,9 +322,11 @@ def _write_json(files: Directory, name: str, content: Any) -> None:
 # --- Writing shards ---------------------------------------------------------------------------------------------------
 
 
-def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: str | None) -> dict[int, Summary]:
+def _write_missing(
+    work: ShardWork, missing: Sequence[int], num_workers: int | None, runner: str | None
+) -> dict[int, Summary]:
     if runner is not None:
-        return _make_with_beam(work, missing, runner)
+        return _write_with_beam(work, missing, runner)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(cores if num_workers is None else num_workers, len(missing))
     total = sum(len(work.shards[number]) for number in missing)
@@ -338,31 +341,31 @@ def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: s
 
         if count <= 1:
             return {number: write_shard(work, number, report) for number in missing}
-        return _make_in_processes(work, missing, count, report)
+        return _write_in_processes(work, missing, count, report)
 
 
-def _make_in_processes(
-    work: Work, missing: Sequence[int], count: int, report: Callable[[int], None]
+def _write_in_processes(
+    work: ShardWork, missing: Sequence[int], count: int, report: Callable[[int], None]
 ) -> dict[int, Summary]:
     content = worker_process.pickled(work, "Set --num_workers=0")
     fix = "Run the same command again (finished shards are kept); fewer processes (--num_workers) need less memory."
     workers = [
         worker_process.Worker(send_summary, content, f"Cache worker process {number}", fix) for number in range(count)
     ]
-    waiting, made = iter(missing), {}
+    waiting, summaries = iter(missing), {}
 
     def run(worker: worker_process.Worker) -> None:
         for number in waiting:
             worker.send(number)
             while isinstance(answer := worker.receive(), int):
                 report(answer)
-            made[number] = answer
+            summaries[number] = answer
 
     pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
         for ended in concurrent.futures.as_completed([pool.submit(run, worker) for worker in workers]):
             ended.result()
-        return made
+        return summaries
     finally:
         pool.shutdown(wait=False)
         for worker in workers:
@@ -370,12 +373,12 @@ def _make_in_processes(
         open_directory(work.path).remove_temporaries()
 
 
-def send_summary(work: Work, number: int, parent: worker_process.Parent) -> None:
+def send_summary(work: ShardWork, number: int, parent: worker_process.Parent) -> None:
     """Write a shard in a worker process."""
     parent.send(write_shard(work, number, report=parent.send))
 
 
-def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int, Summary]:
+def _write_with_beam(work: ShardWork, missing: Sequence[int], runner: str) -> dict[int, Summary]:
     beam = import_extra("apache_beam", "--runner needs a package: `pip install apache-beam`. Or omit it")
     from apache_beam.options.pipeline_options import PipelineOptions
 

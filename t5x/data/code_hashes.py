@@ -150,10 +150,8 @@ class _Walk:
             return self._all("opaque", (type(value),))
         if isinstance(reduced, str):
             return _hash("global", _package(type(value).__module__), reduced)
-        return self._all(
-            "object",
-            [type(value)] + [part if at < 3 else list(part or ()) for at, part in enumerate(reduced[:5]) if at],
-        )
+        arguments, *items = reduced[1:5]
+        return self._all("object", (type(value), arguments, *items[:1], *(list(item or ()) for item in items[1:])))
 
     def _function(self, function: types.FunctionType) -> bytes:
         version = self._version(function.__module__)

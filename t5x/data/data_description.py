@@ -35,7 +35,7 @@ class DataDescription:
             object.__setattr__(self, "columns", tuple(self.columns))
 
     @classmethod
-    def of_checkpoint(cls, stored: Mapping[str, Any] | None, path: str, **given: Any) -> "DataDescription":
+    def of_checkpoint(cls, stored: Mapping[str, Any] | None, path: str, **options: Any) -> "DataDescription":
         """Return the description of the data of a model.
 
         Args:
@@ -44,7 +44,7 @@ class DataDescription:
           given: options that override it; None does not.
 
         Raises:
-          UserError: what is stored is invalid.
+          UserError: the stored description is invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         stored = stored or {}
@@ -52,7 +52,7 @@ class DataDescription:
         for name, value in known.items():
             if not _is_valid(name, value):
                 raise UserError(f"{path}: {name} of its data is {str(value)[:80]!r}. Pass --{name}.")
-        return cls(**known | {name: value for name, value in given.items() if value is not None})
+        return cls(**known | {name: value for name, value in options.items() if value is not None})
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as JSON values."""
@@ -63,7 +63,7 @@ class DataDescription:
         return self.prefix + (self.inputs if "{" in self.inputs else f"{{{self.inputs}}}")
 
     def fields(self) -> dict[str, Any]:
-        """Return what is not the default, without the lengths, as JSON values."""
+        """Return the settings that differ from the defaults, without the lengths, as JSON values."""
         default, names = DataDescription().to_json(), ("inputs", "targets", "prefix", "columns")
         return {name: value for name, value in self.to_json().items() if name in names and value != default[name]}
 
@@ -99,13 +99,13 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
     if "{" not in template and "}" not in template:
         return [("", template)]
     try:
-        found = list(string.Formatter().parse(template))
+        fields = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(f"The template {template!r} cannot be read: {error}. Write {{{{ for a brace.") from error
-    names = [name for _, name, _, _ in found if name is not None]
-    if not all(names) or not names or any(form or conversion for _, _, form, conversion in found):
+    names = [name for _, name, _, _ in fields if name is not None]
+    if not all(names) or not names or any(form or conversion for _, _, form, conversion in fields):
         raise UserError(f"The template {template!r} must have names of fields in braces: 'question: {{question}}'.")
-    return [(literal, name) for literal, name, _, _ in found]
+    return [(literal, name) for literal, name, _, _ in fields]
 
 
 def _text(example: Mapping[str, Any], field: str) -> str:

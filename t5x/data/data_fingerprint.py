@@ -87,11 +87,11 @@ def _describe_step(step: Any) -> dict[str, Any]:
 
 
 def _arguments(step: Any) -> dict[int | str, Any]:
-    found: dict[int | str, Any] = {}
+    arguments: dict[int | str, Any] = {}
     while isinstance(step, functools.partial):
-        found = dict(enumerate(step.args, 1)) | step.keywords | found
+        arguments = dict(enumerate(step.args, 1)) | step.keywords | arguments
         step = step.func
-    return found
+    return arguments
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -165,12 +165,12 @@ class _Metric:
     def compute(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return {name: number}; `values` has every argument."""
         try:
-            found = self.function(**{argument: values[argument] for argument in self.arguments})
+            metrics = self.function(**{argument: values[argument] for argument in self.arguments})
         except Exception as error:
             raise UserError(f"{self.name} failed: {_summary(error)}") from error
-        if not isinstance(found, Mapping):
-            raise UserError(f"{self.name} returned {found!r}; it must return {{name: number}}.")
-        return {str(name): self._number(name, value) for name, value in found.items()}
+        if not isinstance(metrics, Mapping):
+            raise UserError(f"{self.name} returned {metrics!r}; it must return {{name: number}}.")
+        return {str(name): self._number(name, value) for name, value in metrics.items()}
 
     def _number(self, name: str, value: Any) -> float:
         try:
@@ -247,7 +247,7 @@ class Evaluator:
                 )
         self._lengths = dict(sequence_length) if sequence_length is not None else self._measure()
         batches = {task.name: self._batches(task, self._lengths) for task in self._tasks}
-        self._cache = {name: list(found) for name, found in batches.items()} if use_memory_cache else {}
+        self._cache = {name: list(of_task) for name, of_task in batches.items()} if use_memory_cache else {}
 
     @property
     def eval_tasks(self) -> list[Task]:
@@ -294,12 +294,12 @@ class Evaluator:
             targets = [self._target_of(task, example) for example in examples]
             inferences = self._postprocess(task, examples, raw)
             values = {f"{kind}s": value for kind, value in inferences.items()}  # the names of arguments of metrics
-            results[task.name] = found = _compute(task.name, metrics, values | {"targets": targets})
+            results[task.name] = computed = _compute(task.name, metrics, values | {"targets": targets})
             for write in self._loggers:
                 write(
                     task_name=task.name,
                     step=step,
-                    metrics=found,
+                    metrics=computed,
                     dataset=examples,
                     inferences=inferences,
                     targets=targets,
@@ -372,18 +372,18 @@ def _run_model(
     predict = predict_with_aux_fn if with_aux or predict_fn is None else lambda batch: (predict_fn(batch), {})
     examples: list[Example] = []
     kinds = {"predictions": "prediction", "scores": "score"}
-    found: dict[str, Any] = {kind: [] for argument, kind in kinds.items() if argument in needed}
+    collected: dict[str, Any] = {kind: [] for argument, kind in kinds.items() if argument in needed}
     aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
         if predict is not None and "predictions" in needed:  # also by every metric that needs aux_values
             predictions, aux_values = predict(batch)
-            found["prediction"] += _true_rows("prediction", predictions, mask)
+            collected["prediction"] += _true_rows("prediction", predictions, mask)
             for name, values in aux_values.items():
                 aux[name] += _true_rows(name, values, mask)
         if score_fn is not None and "scores" in needed:
-            found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
-    return examples, found | ({"aux_value": dict(aux)} if with_aux else {})
+            collected["score"] += map(float, _true_rows("score", score_fn(batch), mask))
+    return examples, collected | ({"aux_value": dict(aux)} if with_aux else {})
 
 
 def _true_rows(name: str, output: Any, mask: np.ndarray) -> list[Any]:
@@ -394,13 +394,13 @@ def _true_rows(name: str, output: Any, mask: np.ndarray) -> list[Any]:
 
 
 def _compute(task_name: str, metrics: Sequence[_Metric], values: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    averages: dict[str, float] = {}
     for metric in metrics:
         computed = metric.compute(values)
-        if twice := found.keys() & computed.keys():
+        if twice := averages.keys() & computed.keys():
             raise UserError(f"Two metric functions of task {task_name!r} return {sorted(twice)}; names must differ.")
-        found |= computed
-    return found
+        averages |= computed
+    return averages
 
 
 def _postprocessed(task: Task, decoded: Any, example: Example, *, is_target: bool) -> Any:

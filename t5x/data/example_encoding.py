@@ -21,7 +21,7 @@ Example = dict[str, Any]
 _VECTOR, _ARRAY, _OBJECTS, _SCALAR, _TUPLE, _LARGE = range(1, 7)
 # One-dimensional arrays of these types start with two indices into this list: their own type and the stored one.
 _COMMON = tuple(map(np.dtype, ("<i4", "<i8", "<u1", "<u2", "<u4", "<f4", "<f8", "?", "<i2", "<i1")))
-_PLACES = {dtype: at for at, dtype in enumerate(_COMMON)}
+_PLACES = {dtype: index for index, dtype in enumerate(_COMMON)}
 _NARROW = tuple((np.iinfo(dtype).max, _PLACES[np.dtype(dtype)]) for dtype in ("<u1", "<u2"))
 
 
@@ -66,9 +66,9 @@ def open_writer(path: str, options: str) -> Iterator[Callable[[list[Example]], i
         writer = array_record_module.ArrayRecordWriter(path, options)
         yield write
         writer.close()
-        found = array_record_module.ArrayRecordReader(path).num_records()
-        if found != written:
-            raise RuntimeError(f"{path} has {found} of the {written} records that were written")
+        count = array_record_module.ArrayRecordReader(path).num_records()
+        if count != written:
+            raise RuntimeError(f"{path} has {count} of the {written} records that were written")
     except RuntimeError as error:
         if any(words in str(error) for words in ("No space left", "Disk quota")):  # there is no error code
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error

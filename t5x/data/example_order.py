@@ -20,10 +20,10 @@ def shuffled(index: int, size: int, key: int) -> int:
 
 def shuffled_all(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Return `shuffled` of many indices at once, each with its own key (uint64), as int64."""
-    found = _permuted(indices.astype(np.uint64), size, keys)
-    while (outside := found >= size).any():
-        found[outside] = _permuted(found[outside], size, keys[outside])
-    return found.astype(np.int64)
+    permuted = _permuted(indices.astype(np.uint64), size, keys)
+    while (outside := permuted >= size).any():
+        permuted[outside] = _permuted(permuted[outside], size, keys[outside])
+    return permuted.astype(np.int64)
 
 
 def _permuted(index: Any, size: int, key: Any) -> Any:
@@ -35,9 +35,9 @@ def _permuted(index: Any, size: int, key: Any) -> Any:
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     left, right = divmod(index, columns)
-    for at in range(0, _ROUNDS, 2):
-        left = (left + mix(key + at, right) % rows) % rows
-        right = (right + mix(key + at + 1, left) % columns) % columns
+    for round_number in range(0, _ROUNDS, 2):
+        left = (left + mix(key + round_number, right) % rows) % rows
+        right = (right + mix(key + round_number + 1, left) % columns) % columns
     return left * columns + right
 
 

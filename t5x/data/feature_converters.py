@@ -346,18 +346,18 @@ class DecoderFeatureConverter(FeatureConverter):
         length = _decoder_length(task_feature_lengths)
         ids_of = [self._ids_of(example, task_feature_lengths, trim) for example in examples]
         (row,) = self._place([(np.concatenate(ids),) for ids in ids_of], [length])
-        made = row.decoder_features(self.bos_id, self.pad_id)
+        features = row.decoder_features(self.bos_id, self.pad_id)
         if "inputs" in task_feature_lengths:
-            made["decoder_causal_attention"] = prefix = np.zeros(length, np.int32)
+            features["decoder_causal_attention"] = prefix = np.zeros(length, np.int32)
             start = 0
             for inputs, targets in ids_of or [((), ())]:
                 middle = start + len(inputs)
                 end = middle + len(targets)
                 prefix[start : min(middle + 1, end) if self.pack else middle + 1] = 1
                 if self.loss_on_targets_only:
-                    made["decoder_loss_weights"][start:middle] = 0
+                    features["decoder_loss_weights"][start:middle] = 0
                 start = end
-        return made
+        return features
 
     def _ids_of(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
         if "inputs" not in lengths:
@@ -433,10 +433,10 @@ class EncoderFeatureConverter(FeatureConverter):
         }
 
     def _ids_of(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
-        found = len(example["inputs"]), len(example["targets"])
-        if found[0] != found[1]:
+        sizes = len(example["inputs"]), len(example["targets"])
+        if sizes[0] != sizes[1]:
             raise UserError(
-                f"'inputs' has {found[0]} tokens and 'targets' {found[1]}; an encoder needs a target for every input."
+                f"'inputs' has {sizes[0]} tokens and 'targets' {sizes[1]}; an encoder needs a target for every input."
             )
         inputs, _ = super()._ids_of(example, lengths, trim, count)
         return inputs, example["targets"][: len(inputs)]

@@ -1,7 +1,7 @@
 """The specification of a task's features, and what pipelines and caches need to know of each other."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +47,6 @@ class ExamplesCache(Protocol):
 
     steps: int
     num_examples: int
-    info: Mapping[str, Any]
+    info: dict[str, Any]
 
     def examples(self, index: int) -> list[dict[str, Any]]: ...

@@ -1,4 +1,4 @@
-"""Digests of the content of data files, which detect changes regardless of paths and file times.
+"""Hashes of the content of data files, which detect changes regardless of paths and file times.
 
 Files up to 64 MB are always hashed in full, and larger ones if all files of a split total at most 8 GB. Otherwise a
 larger file is hashed by its size and 64 evenly spaced blocks of 64 kB. Digests are kept in the cache directory
@@ -23,11 +23,11 @@ _ALL_WHOLE = 8 * 2**30
 _BLOCKS, _BLOCK = 64, 64 * 2**10
 _WORTH_KEEPING = 2**20
 _LISTED = 256
-_Hash = functools.partial(hashlib.blake2b, digest_size=16)
+_blake2b = functools.partial(hashlib.blake2b, digest_size=16)
 _SETTLED = 2 * 10**9  # nanoseconds after which a new write gets a new time on any file system
 
 
-def describe_files(copies: Sequence[LocalCopy]) -> list[list[Any]]:
+def hash_data_files(copies: Sequence[LocalCopy]) -> list[list[Any]]:
     """Return [name, size, digest] of each file; one entry for all if there are very many."""
     sizes = [os.path.getsize(copy.path) for copy in copies]
     all_whole = sum(sizes) <= _ALL_WHOLE
@@ -37,7 +37,7 @@ def describe_files(copies: Sequence[LocalCopy]) -> list[list[Any]]:
     ]
     if len(described) <= _LISTED:
         return described
-    joined = _Hash("".join(digest for _, _, digest in described).encode()).hexdigest()
+    joined = _blake2b("".join(digest for _, _, digest in described).encode()).hexdigest()
     return [[f"{described[0][0]} and {len(described) - 1} more", sum(sizes), joined]]
 
 
@@ -50,36 +50,36 @@ def _digest(path: str, whole: bool) -> str:
         keep = status.st_size >= _WORTH_KEEPING and time.time_ns() - status.st_ctime_ns > _SETTLED
         if keep and (saved := _load(stamp)) is not None:
             return saved
-        digest = hashlib.file_digest(file, _Hash) if whole else _sampled(file, status.st_size)
+        digest = hashlib.file_digest(file, _blake2b) if whole else _sampled(file, status.st_size)
     if keep:
         _save(stamp, digest.hexdigest())
     return digest.hexdigest()
 
 
 def _sampled(file: BinaryIO, size: int) -> Any:
-    digest = _Hash(str(size).encode())
+    digest = _blake2b(str(size).encode())
     for number in range(_BLOCKS):
         file.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
         digest.update(file.read(_BLOCK))
     return digest
 
 
-def _place(stamp: list[Any]) -> str:
+def _record_path(stamp: list[Any]) -> str:
     return os.path.join(cache_directory.place("data/digests"), f"{cache_directory.short_hash(stamp[0])}.json")
 
 
 def _load(stamp: list[Any]) -> str | None:
     try:
-        with open(_place(stamp)) as file:
-            kept = json.load(file)
-        return kept["digest"] if kept["stamp"] == stamp and isinstance(kept["digest"], str) else None
+        with open(_record_path(stamp)) as file:
+            record = json.load(file)
+        return record["digest"] if record["stamp"] == stamp and isinstance(record["digest"], str) else None
     except (OSError, UserError, ValueError, KeyError, TypeError):
         return None
 
 
 def _save(stamp: list[Any], digest: str) -> None:
     with contextlib.suppress(OSError, UserError):  # it will be computed again
-        place = _place(stamp)
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        with atomic.new_file(place) as file:
+        path = _record_path(stamp)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic.new_file(path) as file:
             file.write(json.dumps({"stamp": stamp, "digest": digest}).encode())

@@ -85,9 +85,9 @@ def file_task(
     settings = {"files": dict(files), "vocabulary": vocabulary, "metric": metric, "description": description}
 
     def source() -> DataSource:
-        made = source_of(files, columns)
-        check_fields(made, next(iter(files)), field_names(inputs) + field_names(targets))
-        return made
+        source = source_of(files, columns)
+        check_fields(source, next(iter(files)), field_names(inputs) + field_names(targets))
+        return source
 
     metrics = [_metric(one) for one in _as_list(metric)]
     as_pair = functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix)
@@ -212,7 +212,7 @@ def check_examples(
                 "%s: %d of %d %s are longer than --max_%s_length %d and are cut off there; the longest has %d tokens",
                 split, len(over), len(lengths[name]), name, name.removesuffix("s"), limit, max(over),
             )  # fmt: skip
-    return Survey(first, {name: max(found, default=1) for name, found in lengths.items()})
+    return Survey(first, {name: max(counts, default=1) for name, counts in lengths.items()})
 
 
 def check_fields(source: DataSource, split: str, needed: Sequence[str]) -> None:
@@ -284,10 +284,10 @@ def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
         return metric
     if ":" in metric:
         module, _, name = metric.rpartition(":")
-        found = getattr(import_task_module(module), name, None)
-        if not callable(found):
+        function = getattr(import_task_module(module), name, None)
+        if not callable(function):
             raise UserError(f"--metric {metric}: {module} has no function {name!r}.")
-        return found
+        return function
     from t5x import metrics  # imported late: metrics may import this package
 
     known = sorted(name for name in metrics.TASK_METRICS if name not in _NOT_OF_TEXTS)

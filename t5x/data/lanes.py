@@ -38,13 +38,13 @@ class Position(NamedTuple):
       cursor: number of the lane's positions in the order that are finished.
       used: number of examples already used of those made from the next position.
       offset: number of tokens already used of the next of these, if examples are joined.
-      given: number of examples already returned of the piece that starts here.
+      returned: number of examples already returned of the piece that starts here.
     """
 
     cursor: int = 0
     used: int = 0
     offset: int = 0
-    given: int = 0
+    returned: int = 0
 
 
 class Stream:
@@ -82,39 +82,39 @@ class Stream:
         """Return (example, source index) and advance `position` past it."""
         if (pieces := self._pipeline.pieces) is not None:
             return self._next_of_piece(pieces)
-        at, outputs, index = self._available(self.position)
-        self.position = self._behind(at, outputs)
-        return outputs[at.used], index
+        position, outputs, index = self._available(self.position)
+        self.position = self._position_after(position, outputs)
+        return outputs[position.used], index
 
-    def _available(self, at: Position) -> tuple[Position, list[Example], int]:
-        """Return (position, outputs, source index) of the first example at or after `at`."""
+    def _available(self, position: Position) -> tuple[Position, list[Example], int]:
+        """Return (position, outputs, source index) of the first example at or after `position`."""
         fruitless = 0
         while True:
-            if self._read is None or self._read[0] != at.cursor:
-                self._read = (at.cursor, *self._outputs(at.cursor))
+            if self._read is None or self._read[0] != position.cursor:
+                self._read = (position.cursor, *self._outputs(position.cursor))
             _, outputs, index = self._read
-            if at.used < len(outputs):
-                return at, outputs, index
-            at = Position(at.cursor + 1)
+            if position.used < len(outputs):
+                return position, outputs, index
+            position = Position(position.cursor + 1)
             fruitless += 1
             if fruitless % self._order.size == 0:
-                self._check_for_examples(at.cursor)
+                self._check_for_examples(position.cursor)
 
     def _outputs(self, cursor: int) -> tuple[list[Example], int]:
         if not 0 <= cursor - self._block_start < len(self._block):
             self._block_start = cursor
             self._block = self._order.block(self._place(cursor), self._batch_size, _BLOCK)
-        at = cursor - self._block_start
-        epoch, index = self._block[at]
+        offset = cursor - self._block_start
+        epoch, index = self._block[offset]
         try:
             if not self._pipeline.may_read_ahead:
                 return self._pipeline.outputs(epoch, index), index
             if cursor not in self._ahead:
-                run = self._pipeline.outputs_of(self._block[at : at + self._run])
+                run = self._pipeline.outputs_of(self._block[offset : offset + self._run])
                 self._ahead = dict(enumerate(run, cursor))
-            if isinstance(made := self._ahead.pop(cursor), BadExample):
-                raise made
-            return made, index
+            if isinstance(outputs := self._ahead.pop(cursor), BadExample):
+                raise outputs
+            return outputs, index
         except BadExample as error:
             if self._bad is None:
                 raise
@@ -125,43 +125,44 @@ class Stream:
         return self._row + cursor * self._batch_size
 
     @staticmethod
-    def _behind(at: Position, outputs: Sequence[Example]) -> Position:
-        return Position(at.cursor + 1) if at.used + 1 == len(outputs) else Position(at.cursor, at.used + 1)
+    def _position_after(position: Position, outputs: Sequence[Example]) -> Position:
+        is_last = position.used + 1 == len(outputs)
+        return Position(position.cursor + 1) if is_last else Position(position.cursor, position.used + 1)
 
     def _next_of_piece(self, pieces: ConcatenateAndSplit) -> tuple[Example, int]:
         while True:
             if self._piece is None:
-                self._piece = self._make_piece(pieces, self.position._replace(given=0))
-            start, behind, outputs, index = self._piece
-            given = self.position.given
-            if given + 1 < len(outputs):
-                self.position = start._replace(given=given + 1)
+                self._piece = self._make_piece(pieces, self.position._replace(returned=0))
+            start, next_start, outputs, index = self._piece
+            returned = self.position.returned
+            if returned + 1 < len(outputs):
+                self.position = start._replace(returned=returned + 1)
             else:
-                self.position, self._piece = behind, None
-            if given < len(outputs):
-                return outputs[given], index
+                self.position, self._piece = next_start, None
+            if returned < len(outputs):
+                return outputs[returned], index
 
     def _make_piece(
-        self, pieces: ConcatenateAndSplit, at: Position
+        self, pieces: ConcatenateAndSplit, position: Position
     ) -> tuple[Position, Position, list[Example], int]:
-        """Return (start, start of the next piece, finished examples, source index) of the piece at `at`."""
-        start, first, missing, empty = at, 0, pieces.length, 0
+        """Return (start, start of the next piece, finished examples, source index) of the piece at `position`."""
+        start, first, missing, empty = position, 0, pieces.length, 0
         parts: list[np.ndarray] = []
         while missing:
-            at, outputs, index = self._available(at)
+            position, outputs, index = self._available(position)
             first = first if parts else index
-            document = _tokens(outputs[at.used], pieces.feature)
-            tokens = document[at.offset : at.offset + missing]
+            document = _tokens(outputs[position.used], pieces.feature)
+            tokens = document[position.offset : position.offset + missing]
             empty = 0 if len(tokens) else empty + 1
             if empty > self._order.size:
                 raise UserError(f"No example of task {self._pipeline.name!r} has any tokens in {pieces.feature!r}.")
             parts.append(tokens)
             missing -= len(tokens)
-            end = at.offset + len(tokens)
-            at = at._replace(offset=end) if end < len(document) else self._behind(at, outputs)
-        self._run = 1 + at.cursor - start.cursor  # the next piece will likely need as many
+            end = position.offset + len(tokens)
+            position = position._replace(offset=end) if end < len(document) else self._position_after(position, outputs)
+        self._run = 1 + position.cursor - start.cursor  # the next piece will likely need as many
         place = (self._place(start.cursor), start.used, start.offset)
-        return start, at, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
+        return start, position, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
 
     def _check_for_examples(self, cursor: int) -> None:
         """Raise a UserError if no example can follow, after a whole epoch of dropped examples."""
@@ -241,7 +242,7 @@ class LaneConfig(NamedTuple):
         return [Lane(row, self, orders) for row in rows]
 
 
-class _Taken(NamedTuple):
+class _Sampled(NamedTuple):
     """An example, its source index, the number of its stream, and that stream's position before it."""
 
     example: Example
@@ -264,13 +265,13 @@ class Lane:
         self._cumulative = [rate / total for rate in itertools.accumulate(config.rates)]
         self._key = derive_seed("mixture", config.pipelines[0].seed, row)
         self._draws = 0
-        self._held: _Taken | None = None  # did not fit into the last row
+        self._held: _Sampled | None = None  # did not fit into the last row
 
     def next_row(self) -> Row:
         """Return the model features of the lane's next row."""
         config, converter = self._config, self._config.converter
         room = np.asarray(converter.capacity(config.lengths)) if converter.pack else None
-        taken: list[_Taken] = []
+        packed: list[_Sampled] = []
         skipped: dict[int, int] = {}
         while True:
             one = self._take()
@@ -289,16 +290,16 @@ class Lane:
                 self._check_progress(one, skipped, "is empty")
                 continue
             room = room - size
-            if taken and (room < 0).any():
+            if packed and (room < 0).any():
                 self._held = one
                 break
-            taken.append(one)
+            packed.append(one)
             if not room.all():
                 break
-        with self._located(taken[0]):
-            return converter.convert_row([one.example for one in taken], config.lengths, trim=config.trim)
+        with self._located(packed[0]):
+            return converter.convert_row([one.example for one in packed], config.lengths, trim=config.trim)
 
-    def _check_progress(self, one: "_Taken", skipped: dict[int, int], why: str) -> None:
+    def _check_progress(self, one: "_Sampled", skipped: dict[int, int], why: str) -> None:
         """Raise a UserError if a stream has had nothing but skipped examples for very long.
 
         Args:
@@ -308,7 +309,7 @@ class Lane:
         if cursor - skipped.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
             raise UserError(f"Every example of task {pipeline.name!r} {why}.")
 
-    def _take(self) -> "_Taken":
+    def _take(self) -> "_Sampled":
         if self._held is not None:
             held, self._held = self._held, None
             return held
@@ -318,13 +319,13 @@ class Lane:
             number = min(number, len(self._streams) - 1)
             self._draws += 1
         before = self._streams[number].position
-        return _Taken(*self._streams[number].next(), number, before)
+        return _Sampled(*self._streams[number].next(), number, before)
 
-    def _located(self, taken: "_Taken") -> AbstractContextManager[None]:
-        return self._config.pipelines[taken.stream].located(taken.source_index)
+    def _located(self, sampled: "_Sampled") -> AbstractContextManager[None]:
+        return self._config.pipelines[sampled.stream].located(sampled.source_index)
 
     def state(self) -> list[int]:
-        """Return the numbers that `seek` takes: number of draws, then the position in each stream."""
+        """Return the numbers that `seek` takes: how many tasks were sampled, then the position in each stream."""
         positions = [stream.position for stream in self._streams]
         draws = self._draws
         if self._held is not None:  # it will be sampled again
@@ -353,16 +354,16 @@ def join_states(runs: Iterable[Sequence[int]]) -> list[list[int]]:
 
 def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the states of these rows, one list per row; `states` may cover more rows."""
-    found = {first + i: state for first, count, *state in states for i in range(count)}
+    by_row = {first + i: state for first, count, *state in states for i in range(count)}
     rows = list(rows)
-    missing = [row for row in rows if row not in found]
+    missing = [row for row in rows if row not in by_row]
     if missing:
         raise UserError(
             f"The data state lacks row {missing[0]} of the batch"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}. Merge the states of all processes that "
             "saved it (t5x.data.merge_states)."
         )
-    return [[row, 1, *found[row]] for row in rows]
+    return [[row, 1, *by_row[row]] for row in rows]
 
 
 def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_size: int) -> list[list[int]]:
@@ -376,8 +377,8 @@ def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_s
     resized = [max(draws for _, (draws, *_) in lanes)]
     for start in range(1, len(lanes[0][1]), width):
         positions = [(row, Position(*state[start : start + width])) for row, state in lanes]
-        begun = [row + at.cursor * batch_size for row, at in positions if at != Position(at.cursor)]
-        done = [row + (at.cursor - 1) * batch_size for row, at in positions if at.cursor]
+        begun = [row + start.cursor * batch_size for row, start in positions if start != Position(start.cursor)]
+        done = [row + (position.cursor - 1) * batch_size for row, position in positions if position.cursor]
         resized += Position(-(-(max(begun + done, default=-1) + 1) // new_batch_size))
     return [[0, new_batch_size, *resized]]
 
@@ -392,8 +393,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_differences(
-    expected: Mapping[str, Any], found: Mapping[str, Any], ignore: Sequence[str] = ()
+    expected: Mapping[str, Any], actual: Mapping[str, Any], ignore: Sequence[str] = ()
 ) -> list[str]:
     """Describe each entry that differs, as `name is expected, not found`."""
-    names = [name for name in dict(expected) | dict(found) if expected.get(name) != found.get(name)]
-    return [f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names if name not in ignore]
+    names = [name for name in dict(expected) | dict(actual) if expected.get(name) != actual.get(name)]
+    return [f"{name} is {expected.get(name)!r}, not {actual.get(name)!r}" for name in names if name not in ignore]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x.data.batch_workers import Ahead, Counts, LocalRows, WorkerRows
+from t5x.data.batch_workers import Counts, LocalRows, Prefetcher, WorkerRows
 from t5x.data.data_fingerprint import describe_changes, start_fingerprint
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.example_order import Order
@@ -51,16 +51,16 @@ def train_loader(
     """
     if cfg.task_feature_lengths is None:
         raise UserError("Training needs lengths. Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
-    found = cfg.mixture_or_task()
-    check_split(found, cfg.split)
-    rates = {task: rate for task, rate in task_rates(found).items() if cfg.split in task.splits}
+    task_or_mixture = cfg.mixture_or_task()
+    check_split(task_or_mixture, cfg.split)
+    rates = {task: rate for task, rate in task_rates(task_or_mixture).items() if cfg.split in task.splits}
     for task in rates:
         feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
     _check_vocabularies(list(rates), feature_converter.task_features(cfg.task_feature_lengths))
     if len(rates) > 1:
         total = sum(rates.values())
         shares = ", ".join(f"{task.name} {100 * rate / total:.3g} %" for task, rate in rates.items())
-        logger.info("mixture %s: %s", found.name, shares)
+        logger.info("mixture %s: %s", task_or_mixture.name, shares)
     seed = _seed(cfg)
     lengths, extra = cfg.task_feature_lengths, cfg.runtime_preprocessors
     config = LaneConfig(
@@ -98,7 +98,7 @@ class TrainLoader(Iterator[Batch]):
     together are the same for any number of processes and workers.
 
     Args:
-      config: what is read.
+      config: the data and how rows are made of it.
       rows: rows of the global batch that this process reads; None reads all.
       num_workers: number of processes that make the rows; 0 uses a thread of this one; None chooses by the number of
         cores.
@@ -118,19 +118,19 @@ class TrainLoader(Iterator[Batch]):
         self._source: LocalRows | WorkerRows = WorkerRows(config, rows, count) if count else local
         weakref.finalize(self, self._source.close)
         self._batches = 0
-        self._ahead: Ahead | None = None
+        self._prefetcher: Prefetcher | None = None
         self.counts = Counts()
 
     def __next__(self) -> Batch:
-        if self._ahead is None:
+        if self._prefetcher is None:
             self._source.seek(self._states)
-            self._ahead = Ahead(self._source.next, _BATCHES_AHEAD)
-            weakref.finalize(self, self._ahead.stop, _PATIENCE)
-        made = self._ahead.get()
-        self._states = made.states
-        self.counts += made.counts
+            self._prefetcher = Prefetcher(self._source.next, _BATCHES_AHEAD)
+            weakref.finalize(self, self._prefetcher.stop, _PATIENCE)
+        built = self._prefetcher.get()
+        self._states = built.states
+        self.counts += built.counts
         self._batches += 1
-        return made.batch
+        return built.batch
 
     def peek(self) -> Batch:
         """Return the next batch without advancing."""
@@ -172,27 +172,27 @@ class TrainLoader(Iterator[Batch]):
         Args:
           changed_data: accept a position saved with other data.
         """
-        found = _identity_in(state)
+        saved_identity = _identity_in(state)
         if "lanes" not in state:
             raise UserError(
                 "The saved data position belongs to train.get_dataset_fn. Use that function again, or start a run in "
                 "another MODEL_DIR from the checkpoint."
             )
-        lanes, size, saved_size = state["lanes"], self._identity["batch_size"], found.get("batch_size")
-        differences = describe_differences(self._identity, found, ignore=["batch_size"])
+        lanes, size, saved_size = state["lanes"], self._identity["batch_size"], saved_identity.get("batch_size")
+        differences = describe_differences(self._identity, saved_identity, ignore=["batch_size"])
         if differences and not changed_data:
             raise UserError(
                 f"The saved data position belongs to other data: {'; '.join(differences)} as saved. Use the data of "
                 "the checkpoint, or start a run in another MODEL_DIR from its parameters "
                 "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
-        if found.get("version") != _STATE_VERSION or any(len(run) != len(self._states[0]) for run in lanes):
+        if saved_identity.get("version") != _STATE_VERSION or any(len(run) != len(self._states[0]) for run in lanes):
             raise UserError(
                 "The saved data position belongs to another number of tasks. Start at the beginning of the data: "
                 "train.on_changed_data = 'restart'."
             )
         if saved_size != size:
-            lanes = resized_states(lanes, found["batch_size"], size)
+            lanes = resized_states(lanes, saved_identity["batch_size"], size)
             logger.warning(
                 "the batch size was %d and is %d: all rows resume after the last example that any row has read",
                 saved_size, size,
@@ -213,9 +213,9 @@ class TrainLoader(Iterator[Batch]):
             logger.warning("skipped %d bad example(s)", counts.bad)
 
     def _stop(self, patience: float = math.inf) -> None:
-        if self._ahead is not None:
-            self._ahead.stop(patience)
-            self._ahead = None
+        if self._prefetcher is not None:
+            self._prefetcher.stop(patience)
+            self._prefetcher = None
 
     def __enter__(self) -> "TrainLoader":
         return self
@@ -232,14 +232,14 @@ def _identity(config: LaneConfig) -> dict[str, Any]:
     """Return what a saved position belongs to."""
     pipelines, converter = config.pipelines, config.converter
     tasks = [{"task": pipeline.name, "split": pipeline.split, "num_examples": len(pipeline)} for pipeline in pipelines]
-    found: dict[str, Any] = {"version": _STATE_VERSION, **tasks[0]}
+    identity: dict[str, Any] = {"version": _STATE_VERSION, **tasks[0]}
     if len(tasks) > 1:
         rated = [task | {"rate": rate} for task, rate in zip(tasks, config.rates, strict=True)]
-        found = {"version": _STATE_VERSION, "tasks": rated}
-    found |= {"seed": pipelines[0].seed, "shuffle": config.shuffle, "batch_size": config.batch_size}
+        identity = {"version": _STATE_VERSION, "tasks": rated}
+    identity |= {"seed": pipelines[0].seed, "shuffle": config.shuffle, "batch_size": config.batch_size}
     if converter.pack or any(pipeline.pieces for pipeline in pipelines):  # positions depend on them
-        found |= {"pack": converter.pack, "lengths": dict(config.lengths)}
-    return found
+        identity |= {"pack": converter.pack, "lengths": dict(config.lengths)}
+    return identity
 
 
 def default_workers() -> int:
@@ -280,17 +280,17 @@ def eval_batches(
       rows: rows of the global batch that this process reads; None reads all.
       num_examples: stop after N examples; None reads all.
     """
-    found, split, lengths = cfg.mixture_or_task(), cfg.split, cfg.task_feature_lengths
-    tasks = [task for task in get_subtasks(found) if split in task.splits] or get_subtasks(found)
+    task_or_mixture, split, lengths = cfg.mixture_or_task(), cfg.split, cfg.task_feature_lengths
+    tasks = [task for task in get_subtasks(task_or_mixture) if split in task.splits] or get_subtasks(task_or_mixture)
     seed, extra = _seed(cfg), cfg.runtime_preprocessors
     pipelines = [task.pipeline(split, lengths, seed, extra, use_cached=cfg.use_cached) for task in tasks]
     bad = BadExamples() if cfg.skip_bad_examples else None
     examples: Iterable[_Once] = itertools.chain.from_iterable(read_once(p, cfg.shuffle, bad) for p in pipelines)
     if lengths is None:
         examples = list(itertools.islice(examples, num_examples))
-        features = feature_converter.task_features(found.output_features)
+        features = feature_converter.task_features(task_or_mixture.output_features)
         lengths = measure_lengths([one.example for one in examples], features)
-        logger.info("%s, split %s: longest lengths, rounded up: %s", found.name, split, lengths)
+        logger.info("%s, split %s: longest lengths, rounded up: %s", task_or_mixture.name, split, lengths)
     for task in tasks:
         feature_converter.check(tuple(task.output_features), lengths, task.name)
     rows = range(cfg.batch_size) if rows is None else rows
@@ -313,9 +313,9 @@ def eval_batches(
         usable = itertools.islice(fitting, num_examples)
         while group := list(itertools.islice(usable, cfg.batch_size)):
             mine = [group[row] for row in rows if row < len(group)]
-            made = [convert(one) for one in mine]
-            made += [feature_converter.convert_row([], lengths) for _ in range(len(rows) - len(mine))]
-            yield EvalBatch(stack_rows(made), np.arange(len(rows)) < len(mine), [one.example for one in mine])
+            converted = [convert(one) for one in mine]
+            converted += [feature_converter.convert_row([], lengths) for _ in range(len(rows) - len(mine))]
+            yield EvalBatch(stack_rows(converted), np.arange(len(rows)) < len(mine), [one.example for one in mine])
 
     return batches()
 
@@ -330,8 +330,8 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
     """Yield every example of a split once; if examples are joined, the last piece is shorter."""
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
-    found = read_positions(pipeline, order, bad, range(order.size))
-    for _, index, outputs in _pieces(pipeline, pipeline.pieces, found) if pipeline.pieces else found:
+    in_order = read_positions(pipeline, order, bad, range(order.size))
+    for _, index, outputs in _pieces(pipeline, pipeline.pieces, in_order) if pipeline.pieces else in_order:
         for example in outputs:
             count += 1
             yield _Once(example, pipeline, index)
@@ -342,7 +342,7 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
 def read_positions(
     pipeline: Pipeline, order: Order, bad: BadExamples | None, positions: Iterable[int]
 ) -> Iterator[tuple[int, int, list[Example]]]:
-    """Yield (position, index of the source example, what is made of it) of these positions in the order."""
+    """Yield (position, index of the source example, its outputs) of these positions in the order."""
     for position in positions:
         epoch, index = order(position)
         try:
@@ -357,17 +357,17 @@ def _pieces(
     pipeline: Pipeline, pieces: ConcatenateAndSplit, documents: Iterable[tuple[int, int, list[Example]]]
 ) -> Iterator[tuple[int, int, list[Example]]]:
     length, feature = pieces.length, pieces.feature
-    parts, joined, made, index = [], 0, 0, 0
+    parts, joined, number, index = [], 0, 0, 0
     for _, index, outputs in documents:
         for example in outputs:
             parts.append(np.asarray(example[feature]))
             joined += len(parts[-1])
             while joined >= length:
                 tokens = np.concatenate(parts)
-                yield made, index, pipeline.piece_outputs(tokens[:length], (made,), index)
-                parts, joined, made = [tokens[length:]], joined - length, made + 1
+                yield number, index, pipeline.piece_outputs(tokens[:length], (number,), index)
+                parts, joined, number = [tokens[length:]], joined - length, number + 1
     if joined:
-        yield made, index, pipeline.piece_outputs(np.concatenate(parts), (made,), index)
+        yield number, index, pipeline.piece_outputs(np.concatenate(parts), (number,), index)
 
 
 def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dict[str, int]:

@@ -76,14 +76,14 @@ class Pipeline:
         self.preprocessors = tuple(preprocessors)
         available = {"output_features": output_features, "sequence_length": sequence_length}
         steps = list(_expanded(preprocessors, available))
-        joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
+        joins = [number for number, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
         if len(joins) > 1:
             raise UserError(f"Task {name!r} has {len(joins)} preprocessors that join examples; only one is supported.")
-        at = joins[0] if joins else len(steps)
-        self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
-        numbered = [_Step(function, available, number) for number, function in enumerate(steps[:at])]
+        end = joins[0] if joins else len(steps)
+        self.pieces: ConcatenateAndSplit | None = steps[end] if joins else None
+        numbered = [_Step(function, available, number) for number, function in enumerate(steps[:end])]
         self._steps = numbered[cached.steps if cached else 0 :]
-        self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[at + 1 :])]
+        self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[end + 1 :])]
         # Truncations must be counted with the batch they belong to.
         self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
@@ -114,8 +114,8 @@ class Pipeline:
 
         If examples are joined (`pieces`), these are the unfinished examples before joining.
         """
-        made = self.unfinished(epoch, index)
-        return made if self.pieces else [self._finish(example, index) for example in made]
+        examples = self.unfinished(epoch, index)
+        return examples if self.pieces else [self._finish(example, index) for example in examples]
 
     def outputs_of(self, places: Sequence[tuple[int, int]]) -> list[list[Example] | BadExample]:
         """Return `outputs` of several (epoch, index) before joining; a bad example is returned as its error.
@@ -123,12 +123,12 @@ class Pipeline:
         Each preprocessor runs over all of them before the next one starts. This is faster because its code and data
         stay in the processor's caches.
         """
-        made = [_or_bad(self._read, index) for _, index in places]
+        outputs = [_or_bad(self._read, index) for _, index in places]
         for step in self._steps:
             for i, place in enumerate(places):
-                if made[i] and not isinstance(made[i], BadExample):
-                    made[i] = _or_bad(self._apply, step, made[i], place, place[1])
-        return made
+                if outputs[i] and not isinstance(outputs[i], BadExample):
+                    outputs[i] = _or_bad(self._apply, step, outputs[i], place, place[1])
+        return outputs
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
@@ -148,8 +148,8 @@ class Pipeline:
           place: position of the piece in the order of the examples; it seeds random preprocessors.
           index: index of the source example in which the piece starts, for messages.
         """
-        made = self._run(self._piece_steps, [self._piece(tokens)], ("piece", *place), index)
-        return [self._finish(example, index) for example in made]
+        examples = self._run(self._piece_steps, [self._piece(tokens)], ("piece", *place), index)
+        return [self._finish(example, index) for example in examples]
 
     def stages(self, epoch: int, index: int) -> list[tuple[str, list[Example]]]:
         """Return (name, examples) of source example `index`: first "source", then each preprocessor up to joining.
@@ -170,7 +170,7 @@ class Pipeline:
         self, steps: Sequence["_Step"], read: Callable[[], Example], place: Place, index: int
     ) -> list[tuple[str, list[Example]]]:
         names = ["source", *(step.name for step in steps)]
-        return [(name, self._run(steps[:at], [read()], place, index)) for at, name in enumerate(names)]
+        return [(name, self._run(steps[:count], [read()], place, index)) for count, name in enumerate(names)]
 
     def _run(self, steps: Sequence["_Step"], examples: list[Example], place: Place, index: int) -> list[Example]:
         for step in steps:
@@ -181,7 +181,7 @@ class Pipeline:
 
     def _apply(self, step: "_Step", examples: list[Example], place: Place, index: int) -> list[Example]:
         """Return what a preprocessor makes of the examples of a place."""
-        made: list[Example] = []
+        results: list[Example] = []
         arguments = step.arguments
         for ordinal, example in enumerate(examples):
             if step.wants_seed:
@@ -197,10 +197,10 @@ class Pipeline:
                 raise
             if step.trims and outputs:
                 self._count_trimmed(example, outputs[0])
-            made += outputs
-        if not made:
+            results += outputs
+        if not results:
             self.dropped[step.name] += 1
-        return made
+        return results
 
     def _count_trimmed(self, before: Example, after: Example) -> None:
         """Count the features that a preprocessor truncated before it appended EOS."""
@@ -284,11 +284,11 @@ def _as_array(value: Any, feature: Feature) -> np.ndarray:
         raise ValueError(f"has {array.ndim} dimension(s) instead of {feature.rank}.")
     if array.size and not np.can_cast(array.dtype, feature.dtype, casting="same_kind"):
         raise ValueError(f"is {array.dtype} instead of {feature.dtype}.")
-    made = array.astype(feature.dtype, copy=False)
-    if array.dtype.kind in "iu" and made.dtype != array.dtype and not np.array_equal(made, array):
-        wrong = array[made != array].flat[0]
+    converted = array.astype(feature.dtype, copy=False)
+    if array.dtype.kind in "iu" and converted.dtype != array.dtype and not np.array_equal(converted, array):
+        wrong = array[converted != array].flat[0]
         raise ValueError(f"has the id {wrong}, which does not fit {feature.dtype}.")
-    return made
+    return converted
 
 
 def _tensor_hint(*values: Any) -> str:
@@ -310,25 +310,25 @@ class _Step:
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
         self.function = function
-        wanted = _wanted(function)
-        self.arguments = {name: value for name, value in available.items() if name in wanted}
-        self.wants_seed, self.draws_seed = "seed" in wanted, "draw_seed" in wanted
+        parameters = _unbound_parameters(function)
+        self.arguments = {name: value for name, value in available.items() if name in parameters}
+        self.wants_seed, self.draws_seed = "seed" in parameters, "draw_seed" in parameters
         self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
-    def examples(self, made: Any) -> Sequence[Example]:
+    def examples(self, output: Any) -> Sequence[Example]:
         """Return the function's result as a list of examples."""
-        if isinstance(made, _Fields):
-            return [made]
-        if made is None:
+        if isinstance(output, _Fields):
+            return [output]
+        if output is None:
             return []
-        if isinstance(made, Mapping):
-            return [dict(made)]
-        if isinstance(made, Iterable) and not isinstance(made, str | bytes):
-            made = list(made)
-            if all(isinstance(one, Mapping) for one in made):
-                return [dict(one) for one in made]
+        if isinstance(output, Mapping):
+            return [dict(output)]
+        if isinstance(output, Iterable) and not isinstance(output, str | bytes):
+            output = list(output)
+            if all(isinstance(one, Mapping) for one in output):
+                return [dict(one) for one in output]
         raise UserError(
-            f"{self.name} returned a {type(made).__name__}. A preprocessor takes one example (a dict) and returns an "
+            f"{self.name} returned a {type(output).__name__}. A preprocessor takes one example (a dict) and returns an "
             f"example, None to drop it, or several examples. For a function of a whole tf.data dataset, {_BRIDGE}."
         )
 
@@ -369,8 +369,8 @@ def _expanded(preprocessors: Iterable[Any], available: Mapping[str, Any]) -> Ite
         if not _is_composite(function):
             yield function
             continue
-        wanted = [name for name in _wanted(function) if name in available]
-        yield from _expanded(function(**{name: available[name] for name in wanted}), available)
+        parameters = [name for name in _unbound_parameters(function) if name in available]
+        yield from _expanded(function(**{name: available[name] for name in parameters}), available)
 
 
 def count_cacheable(preprocessors: Sequence[Any]) -> int:
@@ -381,7 +381,7 @@ def count_cacheable(preprocessors: Sequence[Any]) -> int:
     """
     for count, function in enumerate(preprocessors):
         ends = isinstance(function, CacheDatasetPlaceholder) or not callable(function) or _is_composite(function)
-        if ends or {"seed", "draw_seed", "sequence_length"}.intersection(_wanted(function)):
+        if ends or {"seed", "draw_seed", "sequence_length"}.intersection(_unbound_parameters(function)):
             return count
     return len(preprocessors)
 
@@ -390,7 +390,7 @@ def _is_composite(function: Any) -> bool:
     return getattr(_innermost(function), "composite", False)
 
 
-def _wanted(function: Any) -> list[str]:
+def _unbound_parameters(function: Any) -> list[str]:
     """Return the parameters that are not bound."""
     bound = getattr(function, "keywords", {})
     return [name for name in inspect.signature(function).parameters if name not in bound]

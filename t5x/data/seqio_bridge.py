@@ -79,12 +79,13 @@ def find(name: Any) -> Task | Mixture | None:
     return _bridge(seqio, seqio.get_mixture_or_task(name)) if name in names() else None
 
 
-def _bridge(seqio: Any, theirs: Any) -> Task | Mixture:
+def _bridge(seqio: Any, seqio_task: Any) -> Task | Mixture:
     """Return our task or mixture for one of seqio's."""
-    if theirs.name not in _bridged or _bridged[theirs.name][0] is not theirs:
+    if seqio_task.name not in _bridged or _bridged[seqio_task.name][0] is not seqio_task:
         _prepare(seqio)
-        _bridged[theirs.name] = theirs, SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(seqio, theirs)
-    return _bridged[theirs.name][1]
+        is_task = isinstance(seqio_task, seqio.Task)
+        _bridged[seqio_task.name] = seqio_task, SeqioTask(seqio_task) if is_task else _mixture(seqio, seqio_task)
+    return _bridged[seqio_task.name][1]
 
 
 def _seqio() -> Any:
@@ -135,49 +136,49 @@ class SeqioTask(Task):
     """A task of the real seqio.
 
     Args:
-      theirs: the seqio.Task. Its postprocess_fn gets examples as in seqio, with texts as bytes.
+      seqio_task: the seqio.Task. Its postprocess_fn gets examples as in seqio, with texts as bytes.
     """
 
-    def __init__(self, theirs: Any):
-        _read_vocabularies_from_mirror(theirs)
+    def __init__(self, seqio_task: Any):
+        _read_vocabularies_from_mirror(seqio_task)
         features = {
             name: Feature(as_vocabulary(feature.vocabulary), feature.add_eos, feature.required, feature.dtype,
                           feature.rank)
-            for name, feature in theirs.output_features.items()
+            for name, feature in seqio_task.output_features.items()
         }  # fmt: skip
-        if "inputs" not in features and _MAKE_INPUTS & {name_of(step) for step in theirs.preprocessors}:
+        if "inputs" not in features and _MAKE_INPUTS & {name_of(step) for step in seqio_task.preprocessors}:
             features["inputs"] = Feature(features["targets"].vocabulary, add_eos=False, required=False)
         super().__init__(
-            theirs.name,
-            _Staged(theirs, self),
+            seqio_task.name,
+            _Staged(seqio_task, self),
             features,
-            postprocess_fn=_with_bytes(theirs.postprocess_fn) if theirs.postprocessor else None,
-            metric_fns=[_with_numbers(theirs.name, function) for function in theirs.metric_fns],
-            source_info=theirs.source_info,
+            postprocess_fn=_with_bytes(seqio_task.postprocess_fn) if seqio_task.postprocessor else None,
+            metric_fns=[_with_numbers(seqio_task.name, function) for function in seqio_task.metric_fns],
+            source_info=seqio_task.source_info,
         )
-        self._theirs = _taking_seed(theirs)
+        self._seqio_task = _taking_seed(seqio_task)
         # Hashed before their first run: some store results in themselves.
-        self._steps = [{"name": name_of(step), "hash": _hash(step)} for step in theirs.preprocessors]
+        self._steps = [{"name": name_of(step), "hash": _hash(step)} for step in seqio_task.preprocessors]
         self._sources: dict[str, ArrayRecordDataSource] = {}
         self._newest: dict[str, ArrayRecordDataSource] = {}
-        if len(theirs.metric_objs) > len(theirs.metric_fns):
-            logger.warning("Task %s: ignoring its metric_objs; only metric_fns are computed", theirs.name)
+        if len(seqio_task.metric_objs) > len(seqio_task.metric_fns):
+            logger.warning("Task %s: ignoring its metric_objs; only metric_fns are computed", seqio_task.name)
 
     def num_input_examples(self, split: str) -> int:
         """Return the number of source examples or, if seqio does not know it, of cached or finished ones."""
-        number = self._theirs.num_input_examples(split)
+        number = self._seqio_task.num_input_examples(split)
         if number is not None:
             return number
-        if split not in self._newest and self._theirs.supports_caching and self._theirs.cache_dir:
+        if split not in self._newest and self._seqio_task.supports_caching and self._seqio_task.cache_dir:
             with self._explained(split):
-                return self._theirs.get_cached_stats(split)["examples"]
+                return self._seqio_task.get_cached_stats(split)["examples"]
         return self._newest.get(split, self.source).num_examples(split)
 
     def _parts(
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, need_text: bool, use_cached: bool
     ) -> tuple[DataSource, Sequence[Preprocessor], None]:
         """Return the finished examples, staged. With `use_cached`, seqio's offline cache is read, if there is one."""
-        request = _Request(split, sequence_length, seed, use_cached and self._theirs.supports_caching)
+        request = _Request(split, sequence_length, seed, use_cached and self._seqio_task.supports_caching)
         return self.staged(request), (), None
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
@@ -198,7 +199,7 @@ class SeqioTask(Task):
 
     def staged(self, request: _Request) -> ArrayRecordDataSource:
         """Return the examples of a split; read them through tf.data if they are not staged yet."""
-        if request.use_cached and not self._theirs.cache_dir:
+        if request.use_cached and not self._seqio_task.cache_dir:
             raise UserError(
                 f"use_cached=True: seqio finds no cache of task {self.name!r}. Pass the directory that "
                 "seqio_cache_tasks wrote, --seqio_additional_cache_dirs=DIR, or set use_cached=False."
@@ -218,13 +219,14 @@ class SeqioTask(Task):
     def _identity(self, request: _Request) -> dict[str, Any]:
         """Return what the staged examples depend on, as JSON values."""
         split, lengths, seed, use_cached = request
-        wants_length = any("sequence_length" in _parameters(step) for step in self._theirs.preprocessors)
+        wants_length = any("sequence_length" in _parameters(step) for step in self._seqio_task.preprocessors)
+        source = self._seqio_task._get_cached_source(split) if use_cached else self._seqio_task.source
         identity = {
             "task": self.name,
             "split": split,
             "sequence_length": dict(lengths) if lengths and wants_length else None,
             "seed": seed,
-            "source": _described(self._theirs._get_cached_source(split) if use_cached else self._theirs.source, split),
+            "source": _described(source, split),
             "cached": use_cached,
             "preprocessors": self._steps,
             "features": {
@@ -239,7 +241,7 @@ class SeqioTask(Task):
         import tensorflow as tf
 
         with self._explained(request.split):
-            dataset = self._theirs.get_dataset(
+            dataset = self._seqio_task.get_dataset(
                 **request._asdict(),
                 shuffle=False,
                 num_epochs=1,
@@ -275,13 +277,13 @@ def _explained(what: str) -> Iterator[None]:
 class _Staged(DataSource):
     """The `Task.source` of a seqio task: its examples without lengths, for inspection."""
 
-    def __init__(self, theirs: Any, ours: SeqioTask):
-        self._theirs, self._ours = theirs, ours
+    def __init__(self, seqio_task: Any, task: SeqioTask):
+        self._seqio_task, self._task = seqio_task, task
 
     @property
     def splits(self) -> tuple[str, ...]:
-        with _explained(f"seqio task {self._theirs.name!r}"):
-            return tuple(self._theirs.splits)
+        with _explained(f"seqio task {self._seqio_task.name!r}"):
+            return tuple(self._seqio_task.splits)
 
     def num_examples(self, split: str) -> int:
         return self._source(split).num_examples(split)
@@ -294,25 +296,30 @@ class _Staged(DataSource):
 
     def _source(self, split: str) -> ArrayRecordDataSource:
         self.check_split(split)
-        return self._ours.staged(_Request(split))
+        return self._task.staged(_Request(split))
 
 
-def _mixture(seqio: Any, theirs: Any) -> Mixture:
-    draw = getattr(theirs._sample_fn, "func", theirs._sample_fn)
+def _mixture(seqio: Any, seqio_mixture: Any) -> Mixture:
+    draw = getattr(seqio_mixture._sample_fn, "func", seqio_mixture._sample_fn)
     if getattr(draw, "__name__", "") != "sample_from_datasets":
-        logger.warning("Mixture %s: ignoring its sample_fn; tasks are sampled by their rates", theirs.name)
-    return Mixture(theirs.name, [(_bridge(seqio, task), theirs.get_rate(task)) for task in theirs.tasks])
+        logger.warning("Mixture %s: ignoring its sample_fn; tasks are sampled by their rates", seqio_mixture.name)
+    rates = [(_bridge(seqio, task), seqio_mixture.get_rate(task)) for task in seqio_mixture.tasks]
+    return Mixture(seqio_mixture.name, rates)
 
 
-def _taking_seed(theirs: Any) -> Any:
+def _taking_seed(seqio_task: Any) -> Any:
     """Return the task, or a copy whose FunctionDataSource is called without the `seed` that seqio passes."""
-    function = getattr(theirs.source, "_dataset_fn", None)
+    function = getattr(seqio_task.source, "_dataset_fn", None)
     if function is None or "seed" in _parameters(function):
-        return theirs
-    theirs = copy.copy(theirs)
-    theirs._source = copy.copy(theirs.source)
-    theirs._source._dataset_fn = lambda split, shuffle_files, seed: function(split=split, shuffle_files=shuffle_files)
-    return theirs
+        return seqio_task
+    seqio_task = copy.copy(seqio_task)
+    seqio_task._source = copy.copy(seqio_task.source)
+
+    def without_seed(split: str, shuffle_files: bool, seed: Any) -> Any:
+        return function(split=split, shuffle_files=shuffle_files)
+
+    seqio_task._source._dataset_fn = without_seed
+    return seqio_task
 
 
 def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,12 +337,12 @@ def _with_numbers(task: str, metric_fn: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(metric_fn)
     def compute(**values: Any) -> Any:
-        found = metric_fn(**values)
-        if not isinstance(found, Mapping):
-            return found
-        if dropped := [name for name, value in found.items() if is_dropped(value)]:
+        metrics = metric_fn(**values)
+        if not isinstance(metrics, Mapping):
+            return metrics
+        if dropped := [name for name, value in metrics.items() if is_dropped(value)]:
             logger.warning("Task %s: ignoring the metrics %s, which are not numbers", task, ", ".join(dropped))
-        return {name: getattr(value, "value", value) for name, value in found.items() if name not in dropped}
+        return {name: getattr(value, "value", value) for name, value in metrics.items() if name not in dropped}
 
     return compute
 
@@ -368,13 +375,13 @@ def _hash(value: Any) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _parameters(function: Any) -> Iterable[str]:

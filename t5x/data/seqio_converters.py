@@ -1,4 +1,4 @@
-"""Feature converters of the real seqio, as ours. Nothing here imports seqio or TensorFlow before the user does."""
+"""Adapters for feature converters of the real seqio. Nothing here imports seqio or TensorFlow before the user does."""
 
 import contextlib
 import queue
@@ -16,7 +16,7 @@ _MOST_ROWS = 1000  # of one group of examples; one is expected
 
 
 def make_converter(converter_cls: Callable[..., Any], pack: bool) -> FeatureConverter:
-    """Return `converter_cls(pack=pack)`: ours, or a converter of seqio behind our interface.
+    """Return `converter_cls(pack=pack)`, adapted to our interface if it is a converter of seqio.
 
     Args:
       converter_cls: a `FEATURE_CONVERTER_CLS`.
@@ -29,18 +29,18 @@ class SeqioConverter(FeatureConverter):
     """A seqio.FeatureConverter, fed one row at a time.
 
     Args:
-      theirs: the converter.
+      seqio_converter: the converter.
     """
 
-    def __init__(self, theirs: Any):
-        if not callable(theirs) or not hasattr(theirs, "TASK_FEATURES"):
+    def __init__(self, seqio_converter: Any):
+        if not callable(seqio_converter) or not hasattr(seqio_converter, "TASK_FEATURES"):
             raise UserError(
-                f"FEATURE_CONVERTER_CLS makes a {type(theirs).__name__}, which is not a FeatureConverter of t5x.data "
-                "or seqio."
+                f"FEATURE_CONVERTER_CLS makes a {type(seqio_converter).__name__}, which is not a FeatureConverter of "
+                "t5x.data or seqio."
             )
-        super().__init__(pack=theirs.pack)
-        self.theirs = theirs
-        self.TASK_FEATURES = tuple(theirs.TASK_FEATURES)
+        super().__init__(pack=seqio_converter.pack)
+        self.seqio_converter = seqio_converter
+        self.TASK_FEATURES = tuple(seqio_converter.TASK_FEATURES)
         self._empty: Row | None = None
         self._lock = threading.Lock()
         self._running: tuple[Lengths, queue.Queue[Sequence[Example] | None], Iterator[Row]] | None = None
@@ -52,10 +52,10 @@ class SeqioConverter(FeatureConverter):
         self.__dict__.update(state, _lock=threading.Lock())
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
-        return dict(self.theirs.get_model_feature_lengths(dict(task_feature_lengths)))
+        return dict(self.seqio_converter.get_model_feature_lengths(dict(task_feature_lengths)))
 
     def _ids(self, example: Example, feature: str, length: int, trim: bool, count: bool) -> Any:
-        spec = self.theirs.TASK_FEATURES[feature]
+        spec = self.seqio_converter.TASK_FEATURES[feature]
         values = np.asarray(example[feature], spec.dtype.as_numpy_dtype)
         return values if values.ndim != 1 else np.asarray(super()._ids(example, feature, length, trim, count))
 
@@ -74,8 +74,8 @@ class SeqioConverter(FeatureConverter):
             row, *more = self._convert(trimmed, task_feature_lengths)
         if more:
             raise UserError(
-                f"{type(self.theirs).__name__} packs {len(examples)} examples into {len(more) + 1} rows, where their "
-                "lengths fit into one. Use a FeatureConverter of t5x.data, or pack=False."
+                f"{type(self.seqio_converter).__name__} packs {len(examples)} examples into {len(more) + 1} rows, "
+                "where their lengths fit into one. Use a FeatureConverter of t5x.data, or pack=False."
             )
         self._empty = {name: np.zeros_like(values) for name, values in row.items()}
         return row
@@ -83,9 +83,9 @@ class SeqioConverter(FeatureConverter):
     def _convert(self, examples: Sequence[Example], lengths: Lengths) -> list[Row]:
         """Return the rows of some examples. The tf.data pipeline is made once: building one takes longer than a row."""
         if self._running is None or self._running[0] != lengths:
-            given: queue.Queue[Sequence[Example] | None] = queue.Queue()
-            self._running = dict(lengths), given, self._batches(iter(given.get, None), lengths)
-            weakref.finalize(self, _end, given, self._running[2])
+            requests: queue.Queue[Sequence[Example] | None] = queue.Queue()
+            self._running = dict(lengths), requests, self._batches(iter(requests.get, None), lengths)
+            weakref.finalize(self, _end, requests, self._running[2])
         self._running[1].put(examples)
         batch = next(self._running[2])
         count = len(next(iter(batch.values())))
@@ -102,9 +102,9 @@ class SeqioConverter(FeatureConverter):
                 for name, values in of.items()
             }
 
-        features, names = self.theirs.TASK_FEATURES, self.TASK_FEATURES
+        features, names = self.seqio_converter.TASK_FEATURES, self.TASK_FEATURES
         shapes = {name: [None] * getattr(spec, "rank", 1) for name, spec in features.items()}
-        dataset, convert = tf.data.Dataset, self.theirs
+        dataset, convert = tf.data.Dataset, self.seqio_converter
         if not self.pack:
             signature = {name: tf.TensorSpec(shapes[name], spec.dtype) for name, spec in features.items()}
             examples = dataset.from_generator(lambda: (group[0] for group in groups), output_signature=signature)
@@ -114,14 +114,14 @@ class SeqioConverter(FeatureConverter):
             name: tf.RaggedTensorSpec([None, *shapes[name]], spec.dtype, ragged_rank=1)
             for name, spec in features.items()
         }
-        made = dataset.from_generator(lambda: map(ragged, groups), output_signature=signature)
+        packed = dataset.from_generator(lambda: map(ragged, groups), output_signature=signature)
         pack = lambda group: convert(dataset.from_tensor_slices(group), dict(lengths)).batch(_MOST_ROWS)
-        return made.flat_map(pack).as_numpy_iterator()
+        return packed.flat_map(pack).as_numpy_iterator()
 
 
-def _end(given: queue.Queue, rows: Iterator[Row]) -> None:
+def _end(requests: queue.Queue, rows: Iterator[Row]) -> None:
     """End a tf.data pipeline and wait until its threads have left Python; otherwise Python might hang at exit."""
-    given.put(None)
+    requests.put(None)
     with contextlib.suppress(Exception):
         for _ in rows:
             pass

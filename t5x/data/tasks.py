@@ -101,10 +101,10 @@ class Task:
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, need_text: bool, use_cached: bool
     ) -> tuple[DataSource, Sequence[Preprocessor], cache_reader.CachedExamples | None]:
         """Return the source, the preprocessors and the cache of a `pipeline`."""
-        found = cache_reader.find(self, split, need_text=need_text)
-        if use_cached and found is None:
+        cached = cache_reader.find(self, split, need_text=need_text)
+        if use_cached and cached is None:
             logger.info("use_cached=True: task %r has no cache (see `t5x cache`); reading its source", self.name)
-        return self.source, self.preprocessors, found
+        return self.source, self.preprocessors, cached
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""
@@ -154,8 +154,8 @@ class Mixture:
     @property
     def tasks(self) -> list[Task]:
         """All tasks, including those of nested mixtures, each once."""
-        found = {task.name: task for name in self.rates for task in get_subtasks(get_mixture_or_task(name))}
-        return list(found.values())
+        by_name = {task.name: task for name in self.rates for task in get_subtasks(get_mixture_or_task(name))}
+        return list(by_name.values())
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -241,8 +241,8 @@ def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
         return TaskRegistry.get(name)
     names = TaskRegistry.names() + MixtureRegistry.names()
     for registry in other_registries:
-        if (found := registry.find(name)) is not None:
-            return found
+        if (task_or_mixture := registry.find(name)) is not None:
+            return task_or_mixture
         names += registry.names()
     raise UserError(_unknown(name, "task or mixture", names))
 
@@ -267,8 +267,8 @@ def tasks_with_split(task_or_mixture: Task | Mixture, split: str, scope: str) ->
       scope: gin scope of the DatasetConfig, for the message.
     """
     tasks = get_subtasks(task_or_mixture)
-    if found := [task for task in tasks if split in task.splits]:
-        return found
+    if matching := [task for task in tasks if split in task.splits]:
+        return matching
     splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
     raise UserError(
         f"Cannot evaluate {task_or_mixture.name!r} on split {split!r}, which it does not have ({splits}). "

@@ -7,8 +7,8 @@ import numpy as np
 
 
 def from_tf_data(value: Any) -> Any:
-    """Convert a tf.data value to one as in our sources, where texts are str."""
-    return _convert(value, _decode)
+    """Convert a tf.data value to one as in our sources, where strings are str."""
+    return _convert(value, _decode_bytes)
 
 
 def to_tf_data(value: Any) -> Any:
@@ -32,7 +32,7 @@ def _convert(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _decode(value: Any) -> Any:
+def _decode_bytes(value: Any) -> Any:
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError:

@@ -68,24 +68,24 @@ class _Recipe(NamedTuple):
 
 
 def _recipes() -> dict[str, _Recipe]:
-    found = {}
+    recipes = {}
     for name, (dataset, source, target) in _TRANSLATIONS.items():
         text: Callable[..., Any] = functools.partial(translate, source_language=source, target_language=target)
-        found[name] = _Recipe(dataset, [text, *_TOKENIZED], [metrics.bleu])
+        recipes[name] = _Recipe(dataset, [text, *_TOKENIZED], [metrics.bleu])
     document = functools.partial(rekey, key_map={"inputs": None, "targets": "text"})
-    found["c4_v220_span_corruption"] = _Recipe(
+    recipes["c4_v220_span_corruption"] = _Recipe(
         "c4/en:2.2.0", [document, tokenize, CacheDatasetPlaceholder(), span_corruption, append_eos_after_trim]
     )
     for name, labels in _GLUE_LABELS.items():
         prefix = "mnli" if labels is _INFERENCE else name
         text = stsb if name == "stsb" else functools.partial(glue, benchmark_name=prefix, label_names=labels)
-        found[f"glue_{name}_v002"] = _Recipe(
+        recipes[f"glue_{name}_v002"] = _Recipe(
             f"glue/{name}",
             [text, *_TOKENIZED],
             _GLUE_METRICS.get(name, [metrics.accuracy]),
             _number if name == "stsb" else functools.partial(_label_id, labels=labels),
         )
-    return found
+    return recipes
 
 
 def _label_id(decoded: str, labels: Sequence[str], **_: Any) -> int:

@@ -314,16 +314,16 @@ def compute(metrics: Metrics, duration: float | None = None, *, texts: bool = Fa
         metrics = {name: metric for name, metric in metrics.items() if not is_time_metric(metric)}
     else:
         metrics = set_time_metrics_duration(metrics, duration)
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, metric in metrics.items():
         try:
             value = np.asarray(metric.compute())
         except NotImplementedError:  # a metric of clu may define only this
             value = np.asarray(metric.compute_value().value)
         if value.dtype.kind in "US":
-            found |= {name: Text(value)} if texts else {}
+            entries |= {name: Text(value)} if texts else {}
         elif value.ndim == 0:
-            found[name] = Scalar(value)
+            entries[name] = Scalar(value)
         else:
-            found |= {f"{name}/{i}": Scalar(x) for i, x in enumerate(value.reshape(-1))}
-    return found
+            entries |= {f"{name}/{i}": Scalar(x) for i, x in enumerate(value.reshape(-1))}
+    return entries

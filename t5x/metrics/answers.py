@@ -62,18 +62,18 @@ def squad_v2(
     golds = [[answer for answer in several if _normalize_squad(answer)] or [""] for several in answers]
     scores = _scores("squad_v2", golds, predictions, _normalize_squad, both_empty=1.0)
     answerable = np.array([any(several) for several in answers])
-    found = _mean(scores)
+    metrics = _mean(scores)
     for name, rows in (("HasAns", scores[answerable]), ("NoAns", scores[~answerable])):
         if len(rows):
-            found |= {f"{name}_{key}": value for key, value in _mean(rows).items()}
+            metrics |= {f"{name}_{key}": value for key, value in _mean(rows).items()}
     if no_answer_probabilities is not None:
         check_pairs("squad_v2", targets, no_answer_probabilities, "no_answer_probabilities")
         probabilities = numbers("squad_v2", "no_answer_probabilities", no_answer_probabilities)
         claims = np.array([bool(text) for text in predictions])
         for name, of_questions in zip(("em", "f1"), scores.T, strict=True):
             gains = np.where(answerable, of_questions, -1.0 * claims)
-            found |= _best_threshold(f"best_{name}", gains, probabilities, int((~answerable).sum()))
-    return found
+            metrics |= _best_threshold(f"best_{name}", gains, probabilities, int((~answerable).sum()))
+    return metrics
 
 
 def _best_threshold(name: str, gains: np.ndarray, probabilities: np.ndarray, at_0: int) -> dict[str, float]:

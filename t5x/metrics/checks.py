@@ -36,13 +36,13 @@ def strings(metric: str, what: str, values: Sequence[Any] | np.ndarray) -> list[
 
 def references(metric: str, targets: Sequence[Any]) -> list[list[str]]:
     """Return `targets`, each a string or a list of strings, as lists, or raise a UserError."""
-    found = []
+    problems = []
     for index, target in enumerate(targets):
         several = [target] if isinstance(target, str) else target
         if not isinstance(several, list | tuple | np.ndarray):
             raise _not_string(metric, f"targets[{index}]", target, "a string or a list of strings")
-        found.append(strings(metric, f"targets[{index}]", several))
-    return found
+        problems.append(strings(metric, f"targets[{index}]", several))
+    return problems
 
 
 def numbers(metric: str, what: str, values: Any) -> np.ndarray:

@@ -53,10 +53,13 @@ def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> dic
         raise UserError("matthews_corrcoef: targets and predictions must be classes: numbers or strings.") from error
     total = len(targets)
     correct = sum(target == prediction for target, prediction in zip(targets, predictions, strict=True))
-    covariance = lambda a, b: sum(count * b[label] for label, count in a.items())
+
+    def covariance(a: Counter[Any], b: Counter[Any]) -> int:
+        return sum(count * b[label] for label, count in a.items())
+
     spread = (total**2 - covariance(actual, actual)) * (total**2 - covariance(predicted, predicted))
-    found = (correct * total - covariance(actual, predicted)) / np.sqrt(float(spread)) if spread else 0.0
-    return {"matthews_corrcoef": 100.0 * float(found)}
+    correlation = (correct * total - covariance(actual, predicted)) / np.sqrt(float(spread)) if spread else 0.0
+    return {"matthews_corrcoef": 100.0 * float(correlation)}
 
 
 def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
@@ -124,14 +127,14 @@ def rank_classification(
             ) from error
         score = score / length if normalize_by_target_length else score
         choices.setdefault(example, []).append((choice, bool(right), float(weight), float(score)))
-    for example, found in choices.items():
-        if num_classes is not None and len(found) != num_classes:
+    for example, options in choices.items():
+        if num_classes is not None and len(options) != num_classes:
             raise UserError(
-                f"rank_classification: example {example} has {len(found)} choices, not {num_classes=}; unset it."
+                f"rank_classification: example {example} has {len(options)} choices, not {num_classes=}; unset it."
             )
-    sorted_choices = [sorted(found, key=lambda one: one[0]) for found in choices.values()]
-    best = [int(np.argmax([score for *_, score in found])) for found in sorted_choices]
-    chosen = [found[index] for found, index in zip(sorted_choices, best, strict=True)]
+    sorted_choices = [sorted(options, key=lambda one: one[0]) for options in choices.values()]
+    best = [int(np.argmax([score for *_, score in options])) for options in sorted_choices]
+    chosen = [options[index] for options, index in zip(sorted_choices, best, strict=True)]
     results = {"accuracy": 100.0 * float(np.average([c[1] for c in chosen], weights=[c[2] for c in chosen]))}
     if num_classes is None:
         return results

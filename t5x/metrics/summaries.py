@@ -16,7 +16,7 @@ from t5x.errors import UserError
 from t5x.metrics.checks import check_pairs, strings
 
 
-class Tokenizer(Protocol):
+class RougeTokenizer(Protocol):
     """Splits a string into words, like the tokenizers of rouge_score."""
 
     def tokenize(self, text: str) -> Sequence[str]: ...
@@ -33,7 +33,7 @@ def rouge(
     targets: Sequence[str],
     predictions: Sequence[str],
     score_keys: Sequence[str] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: RougeTokenizer | None = None,
 ) -> dict[str, float]:
     """Compute ROUGE F scores: the mean over the examples, times 100.
 
@@ -78,7 +78,9 @@ def _scorer(key: str) -> Callable[[_Summary, _Summary], float]:
 
 
 def _ngram_f1(target: _Summary, prediction: _Summary, n: int) -> float:
-    count = lambda words: Counter(zip(*(words[start:] for start in range(n)), strict=False))
+    def count(words: Sequence[str]) -> Counter[tuple[str, ...]]:
+        return Counter(zip(*(words[start:] for start in range(n)), strict=False))
+
     of_target, of_prediction = count(target.words), count(prediction.words)
     return _f1((of_target & of_prediction).total(), of_target.total(), of_prediction.total())
 
@@ -108,16 +110,16 @@ def _union_f1(target: _Summary, prediction: _Summary) -> float:
 def _on_longest_subsequence(a: list[str], b: list[str]) -> list[int]:
     """Return the positions in `a` of a longest common subsequence; of several, the one that rouge_score takes."""
     lengths = _subsequence_lengths(a, b)
-    i, j, found = len(a), len(b), []
+    i, j, pairs = len(a), len(b), []
     while lengths[i, j]:
         if a[i - 1] == b[j - 1]:
             i, j = i - 1, j - 1
-            found.append(i)
+            pairs.append(i)
         elif lengths[i, j - 1] > lengths[i - 1, j]:
             j -= 1
         else:
             i -= 1
-    return found
+    return pairs
 
 
 def _subsequence_lengths(a: list[str], b: list[str]) -> np.ndarray:

@@ -46,7 +46,10 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
     """
     metric = "edit_distance"
     check_pairs(metric, targets, predictions)
-    words = lambda text: re.split(r"\W", text.lower() if lower else text)
+
+    def words(text: str) -> list[str]:
+        return re.split(r"\W", text.lower() if lower else text)
+
     pairs = zip(strings(metric, "targets", targets), strings(metric, "predictions", predictions), strict=True)
     edits = np.array([_levenshtein(words(target), words(prediction)) for target, prediction in pairs])
     reductions: dict[str, Callable[[np.ndarray], np.floating]] = {

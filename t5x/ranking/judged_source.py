@@ -83,7 +83,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
         def describe() -> dict[str, Any]:
             files = local_copies.stage(self._files(split), copy_progress)
-            return described | {"files": file_digests.describe_files(files)}
+            return described | {"files": file_digests.hash_data_files(files)}
 
         return describe
 

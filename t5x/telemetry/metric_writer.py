@@ -19,18 +19,22 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 
 
-class Home(Protocol):
+class RunDirectory(Protocol):
     """The directory of the run that contains a writer's files."""
 
     def renew(self) -> bool:
-        """Recreate it if it was removed; raise if another run took its place. False: not possible now."""
+        """Recreate the directory if it was removed; return False if that is not possible now.
+
+        Raises:
+          UserError: another run uses its path.
+        """
 
     def what_to_free(self) -> str:
-        """Say what may be deleted if the disk is full."""
+        """Return a sentence that names what may be deleted if the disk is full."""
 
 
 class MetricWriter(contextlib.AbstractContextManager):
-    """Writes scalars and texts by step.
+    """A writer of scalars and strings by step.
 
     `<directory>/metrics.jsonl` has one object per line, `{"step": 100, "loss": 2.5, …}`, complete when `write_scalars`
     returns; values that are not finite are strings (`"nan"`, `"inf"`, `"-inf"`). `<directory>/events.out.tfevents.*`
@@ -60,7 +64,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         *,
         collection: str,
         purge_step: int | None = None,
-        home: Home | None = None,
+        home: RunDirectory | None = None,
     ):
         self.directory = os.path.abspath(directory)
         self.collection = collection

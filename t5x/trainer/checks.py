@@ -1,6 +1,6 @@
 """Checks before anything is computed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -98,7 +98,7 @@ class ContentCheck:
         })  # fmt: skip
 
 
-def _describe_content(task: str, source: Mapping[str, Any], file_names: list[str]) -> Iterator[tuple[str, str]]:
+def _describe_content(task: str, source: dict[str, Any], file_names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of what identifies a source's content.
 
     Args:
@@ -111,26 +111,27 @@ def _describe_content(task: str, source: Mapping[str, Any], file_names: list[str
 
 
 def _describe(cfg: DatasetConfig) -> dict[str, str]:
-    found = {}
+    described = {}
     for task, rate in task_rates(cfg.mixture_or_task()).items():
         for feature, settings in task.output_features.items():
-            found[f"vocabulary of {feature} of {task.name}"] = fingerprint(settings.vocabulary)
+            described[f"vocabulary of {feature} of {task.name}"] = fingerprint(settings.vocabulary)
         if cfg.split in task.splits:
             pipeline = task.pipeline(
                 cfg.split, cfg.task_feature_lengths, int(cfg.seed or 0), cfg.runtime_preprocessors, need_text=False,
                 use_cached=cfg.use_cached,
             )  # fmt: skip
             name = f"split {cfg.split} of {task.name}"
-            found[name] = f"rate {rate:g}, {len(pipeline)} examples, {fingerprint(_sample(pipeline))} some of them"
-    return found
+            described[name] = f"rate {rate:g}, {len(pipeline)} examples, {fingerprint(_sample(pipeline))} some of them"
+    return described
 
 
 def _sample(pipeline: Pipeline) -> list[dict[str, bytes]]:
     size, sampled = len(pipeline), []
     for index in sorted({number * size // _SAMPLED for number in range(_SAMPLED)}):
         try:
-            made = pipeline.outputs(0, index)
+            examples = pipeline.outputs(0, index)
         except BadExample:
             continue
-        sampled += [{name: example[name] for name in pipeline.output_features if name in example} for example in made]
+        features = pipeline.output_features
+        sampled += [{name: example[name] for name in features if name in example} for example in examples]
     return sampled

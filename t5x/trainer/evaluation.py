@@ -20,7 +20,7 @@ from t5x.models import BaseModel
 from t5x.network.padding import MaskingVariants
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
-from t5x.telemetry.metric_writer import METRICS_FILE, Home
+from t5x.telemetry.metric_writer import METRICS_FILE, RunDirectory
 from t5x.trainer.datasets import numpy_batches
 from t5x.trainer.state import StateLayout
 from t5x.trainer.trainer import Trainer, summarize
@@ -186,7 +186,7 @@ class TeacherForcedEvaluation(Evaluation):
         *,
         eval_steps: int | None = None,
         start_step: int | None = None,
-        home: Home | None = None,
+        home: RunDirectory | None = None,
     ):
         part = layout.partitioner.get_data_layout(cfg.batch_size)
         self._datasets = dict(

@@ -79,7 +79,7 @@ def cache_tasks(
             if splits and split not in splits:
                 continue
             cache = cache_writer.write(task, split, directory=output_dir, **options)
-            logger.info("%s is complete: %d of %d shard(s) written now", cache.path, cache.made, cache.shards)
+            logger.info("%s is complete: %d of %d shard(s) written now", cache.path, cache.written, cache.shards)
             if cache.bad:
                 logger.warning("skipped %d bad example(s) of task %s, split %s", cache.bad, task.name, split)
             numbers = (f"{cache.examples:,}", f"{cache.tokens:,}", f"{cache.bytes:,}", f"{cache.seconds:.1f}")

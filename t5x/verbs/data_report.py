@@ -304,7 +304,7 @@ def joined_pieces(pipeline: Pipeline) -> Iterator[_Piece]:
     stream = Stream(0, 1, Order(len(pipeline), pipeline.seed, shuffle=True), recorder, BadExamples())
     while True:
         stream.next()
-        while stream.position.given:  # a piece may become several examples
+        while stream.position.returned:  # a piece may become several examples
             stream.next()
         ends = [place for _, place, _ in calls[1:]] + [stream.position]
         for (tokens, place, index), (cursor, used, offset, *_) in zip(calls, ends, strict=True):

@@ -283,7 +283,7 @@ def test_after_a_stop_finished_shards_are_kept(lines, caches, caplog, monkeypatc
     kept = (directory / cache_reader.shard_name(1)).stat().st_ino
     Path(atomic.unique_name(directory / cache_reader.shard_name(2))).write_text("half")
     written = write_cache(task)
-    assert (written.made, written.shards) == (1, 3)
+    assert (written.written, written.shards) == (1, 3)
     assert (directory / cache_reader.shard_name(1)).stat().st_ino == kept
     assert not list(directory.glob("*.tmp-*"))
     assert is_cached(task) and batches(task) == expected
@@ -296,11 +296,11 @@ def test_a_shard_that_is_cut_or_missing_is_refused_and_made_again(lines, caches,
     shard.write_bytes(whole[:-100])
     assert not is_cached(make_task(lines))
     assert f"has {len(whole) - 100} bytes instead of {len(whole)}" in caplog.text
-    assert write_cache(make_task(lines)).made == 1
+    assert write_cache(make_task(lines)).written == 1
     assert is_cached(make_task(lines)) and shard.read_bytes() == whole
     shard.unlink()
     assert not is_cached(make_task(lines)) and "is missing" in caplog.text
-    assert write_cache(make_task(lines)).made == 1
+    assert write_cache(make_task(lines)).written == 1
 
 
 def test_damage_inside_a_shard_is_found(lines, caches, caplog):
@@ -314,9 +314,9 @@ def test_damage_inside_a_shard_is_found(lines, caches, caplog):
     with pytest.raises(UserError, match=r"shard-00001.array_record .*`t5x cache`"):
         for index in range(50):
             pipeline.outputs(0, index)
-    assert write_cache(make_task(lines)).made == 1
+    assert write_cache(make_task(lines)).written == 1
     assert "shard-00001.array_record" in caplog.text
-    assert write_cache(make_task(lines)).made == 0
+    assert write_cache(make_task(lines)).written == 0
 
 
 @pytest.mark.parametrize("name", [cache_reader.INFO, cache_reader.COMPLETED, cache_reader.shard_name(1)])
@@ -338,7 +338,7 @@ def test_processes_write_the_same_shards(lines, caches):
     completed = caches / "task/train/COMPLETED"
     alone = completed.read_text()
     written = write_cache(make_task(lines), overwrite=True, num_workers=2)
-    assert completed.read_text() == alone and written.made == 3
+    assert completed.read_text() == alone and written.written == 3
     # By hand: 50 examples, 0, 1 or 2 times each; ids are bytes.
     kept = [i for i in range(50) for _ in range(i % 3)]
     assert written.examples == len(kept)
@@ -380,7 +380,7 @@ def test_a_full_disk_is_said(lines, caches, monkeypatch):
         patch.setattr(array_record_module, "ArrayRecordWriter", lambda path, options: real("/dev/full", options))
         with pytest.raises(UserError, match=r"task/train \(.* free\).*--output_dir"):
             write_cache(make_task(lines))
-    assert write_cache(make_task(lines)).made == 3
+    assert write_cache(make_task(lines)).written == 3
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_a_damaged_completed_file_is_reported_and_written_again(damage, lines, c
     damage_file(completed, (DAMAGED | DAMAGED_COMPLETED)[damage])
     assert not is_cached(make_task(lines))
     assert "COMPLETED is damaged" in caplog.text and "`t5x cache` rewrites it" in caplog.text
-    assert write_cache(make_task(lines)).made == 0  # the shards are whole
+    assert write_cache(make_task(lines)).written == 0  # the shards are whole
     assert completed.read_bytes() == whole and is_cached(make_task(lines))
 
 
@@ -56,7 +56,7 @@ def test_a_damaged_info_file_is_reported_and_the_cache_is_made_again(damage, lin
     damage_file(info, (DAMAGED | DAMAGED_INFO)[damage])
     assert not is_cached(make_task(lines))
     assert "info.json is damaged" in caplog.text and "`t5x cache` rewrites it" in caplog.text
-    assert write_cache(make_task(lines)).made == 3  # of what state of the task the shards are is not known
+    assert write_cache(make_task(lines)).written == 3  # of what state of the task the shards are is not known
     assert info.read_bytes() == whole and is_cached(make_task(lines))
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_summary_of_a_shard_makes_the_shard_again(lines, caches):
     write_cache(make_task(lines))
     for content in ("[]", "{}", NESTED):
         (caches / "task/train/shard-00001.json").write_text(content)
-        assert write_cache(make_task(lines)).made == 1
+        assert write_cache(make_task(lines)).written == 1
 
 
 def test_a_directory_in_the_place_of_a_file_is_reported(lines, caches, caplog):

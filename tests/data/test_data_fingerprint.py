@@ -92,18 +92,18 @@ def test_a_kept_digest_is_of_the_content_even_if_the_times_are_put_back(write, t
     path = write("train.jsonl", PAIRS)
     stamp = os.stat(path)
     copy = file_digests.LocalCopy(path, path, "")
-    first = file_digests.describe_files([copy])
+    first = file_digests.hash_data_files([copy])
     (kept,) = (tmp_path / "cache/data/digests").iterdir()
     when = kept.stat().st_mtime_ns
-    assert file_digests.describe_files([copy]) == first and kept.stat().st_mtime_ns == when  # it was not hashed again
+    assert file_digests.hash_data_files([copy]) == first and kept.stat().st_mtime_ns == when  # it was not hashed again
     time.sleep(0.02)
     with open(path, "r+b") as file:
         file.write(b'{"inputs": "NUMBER')
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert os.stat(path).st_mtime_ns == stamp.st_mtime_ns and os.stat(path).st_ino == stamp.st_ino
-    assert file_digests.describe_files([copy]) != first
+    assert file_digests.hash_data_files([copy]) != first
     kept.write_text("{")
-    assert file_digests.describe_files([copy]) != first
+    assert file_digests.hash_data_files([copy]) != first
 
 
 def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
@@ -118,9 +118,9 @@ def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
         content = bytearray(path.read_bytes())
         content[at] ^= 1
         path.write_bytes(content)
-        return [digest for _, _, digest in file_digests.describe_files(copies)]
+        return [digest for _, _, digest in file_digests.hash_data_files(copies)]
 
-    first = [digest for _, _, digest in file_digests.describe_files(copies)]
+    first = [digest for _, _, digest in file_digests.hash_data_files(copies)]
     assert digests_after(large, 500) == first  # between the blocks
     ends = digests_after(large, 99_999)
     assert ends[0] != first[0] and ends[1] == first[1]
@@ -132,9 +132,9 @@ def test_of_very_many_files_one_digest_is_kept(tmp_path, monkeypatch):
     for name in "abcd":
         (tmp_path / name).write_text(name)
     copies = [file_digests.LocalCopy(str(tmp_path / name), name, "") for name in "abcd"]
-    (before,) = file_digests.describe_files(copies)
+    (before,) = file_digests.hash_data_files(copies)
     (tmp_path / "c").write_text("C")
-    (after,) = file_digests.describe_files(copies)
+    (after,) = file_digests.hash_data_files(copies)
     assert before[:2] == after[:2] == ["a and 3 more", 4] and before[2] != after[2]
 
 

@@ -135,7 +135,7 @@ def test_a_saved_position_is_that_of_the_batches_returned_while_others_are_prefe
 def wait_until_full(loader):
     """Wait until batches are prefetched."""
     for _ in range(2000):
-        if loader._ahead._results.full():
+        if loader._prefetcher._results.full():
             return
         threading.Event().wait(0.005)
     raise AssertionError("no batches are prefetched")
@@ -193,7 +193,7 @@ def test_rows_choose_their_tasks_independently():
         (Position(cursor=2), Position(cursor=2), 4),
         (Position(cursor=3, used=1), Position(cursor=2), 7),  # one of several examples of position 6
         (Position(cursor=2), Position(cursor=2, offset=5), 6),  # some tokens of position 5
-        (Position(cursor=2), Position(cursor=2, given=2), 6),  # some examples of the piece that starts at position 5
+        (Position(cursor=2), Position(cursor=2, returned=2), 6),  # some examples of the piece that starts at position 5
     ],
 )
 def test_another_batch_size_resumes_right_after_the_last_example_that_a_row_has_begun(first, second, next_position):

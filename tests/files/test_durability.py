@@ -185,7 +185,7 @@ def test_a_cache_of_a_task_is_whole_after_a_power_cut(disk, tmp_path):
     source = data.JsonLinesDataSource({"train": str(tmp_path / "train.jsonl")})
     task = data.Task("task", source, byte_features(), [preprocessors.tokenize])
     options = {"num_workers": 0, "examples_per_shard": 20}
-    assert cache_writer.write(task, "train", directory=str(disk.root / "caches"), **options).made == 3
+    assert cache_writer.write(task, "train", directory=str(disk.root / "caches"), **options).written == 3
     after = disk.cut(tmp_path / "after") / "caches"
     assert (after / "task" / "train" / cache_reader.COMPLETED).exists()
-    assert cache_writer.write(task, "train", directory=str(after), **options).made == 0
+    assert cache_writer.write(task, "train", directory=str(after), **options).written == 0

@@ -45,7 +45,7 @@ def test_a_cache_is_written_by_a_writer_that_fails_and_continues(task, store, tm
     monkeypatch.setenv("T5X_TASK_CACHES", f"{tmp_path / 'none'}:{home}")
     assert cache_reader.find(task, "train") is None
     written = cache_writer.write(task, "train", num_workers=0, directory=home)
-    assert (written.made, written.shards) == (2, 5)
+    assert (written.written, written.shards) == (2, 5)
     local = cache_writer.write(task, "train", num_workers=0, directory=str(tmp_path / "here"), examples_per_shard=10)
     for name in map(cache_reader.shard_name, range(5)):
         assert files.read_bytes(name) == open_directory(local.path).read_bytes(name)

@@ -78,7 +78,7 @@ def ul2(
         _check(denoiser, mode_tokens)
         mode = vocabulary.encode(mode_tokens[denoiser.mode]) if mode_tokens else []
         length = _largest(denoiser, lengths[0] - len(mode), lengths[1])
-        plans.append(_Plan(denoiser, np.asarray(mode, dtype), length))
+        plans.append(BlockPlan(denoiser, np.asarray(mode, dtype), length))
     denoising.check_sentinels(vocabulary, max(plan.spans for plan in plans), "ul2")
     step = functools.partial(mix_denoisers, plans=plans, sentinel=vocabulary.vocab_size - 1)
     piece = _EXAMPLES_A_PIECE * max(plan.length for plan in plans)
@@ -86,7 +86,7 @@ def ul2(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class BlockPlan:
     """A denoiser with the ids of its mode token and the number of tokens it takes."""
 
     denoiser: Denoiser
@@ -102,26 +102,26 @@ class _Plan:
     def __call__(self, tokens: np.ndarray, sentinel: int, rng: np.random.Generator) -> Example:
         density, span = self.denoiser.noise_density, self.denoiser.mean_span_length
         if span is None:
-            made = denoising.cut_at(tokens, denoising.prefix_length(tokens.size, density, rng))
+            split = denoising.cut_at(tokens, denoising.prefix_length(tokens.size, density, rng))
         else:
             mask = denoising.random_spans_noise_mask(tokens.size, rng, density, span)
-            made = denoising.corrupt(tokens, mask, sentinel)
-        return made | {"inputs": np.concatenate([self.mode, made["inputs"]])}
+            split = denoising.corrupt(tokens, mask, sentinel)
+        return split | {"inputs": np.concatenate([self.mode, split["inputs"]])}
 
 
-def mix_denoisers(example: Example, seed: int, plans: Sequence[_Plan], sentinel: int) -> list[Example]:
+def mix_denoisers(example: Example, seed: int, plans: Sequence[BlockPlan], sentinel: int) -> list[Example]:
     """Split the tokens into examples, each with the length of its denoiser; the last may be shorter."""
     tokens = denoising.token_ids(example, denoising.TOKENS)
     rng = generator(seed)
     rates = list(itertools.accumulate(plan.denoiser.rate for plan in plans))
-    made = []
-    at = 0
-    while at < tokens.size:
+    examples = []
+    start = 0
+    while start < tokens.size:
         draw = rates[-1] * denoising.random_below(1 << 53, rng) / (1 << 53)
         plan = plans[next(i for i, rate in enumerate(rates) if draw < rate)]
-        made.append(plan(tokens[at : at + plan.length], sentinel, rng))
-        at += plan.length
-    return made
+        examples.append(plan(tokens[start : start + plan.length], sentinel, rng))
+        start += plan.length
+    return examples
 
 
 def _largest(denoiser: Denoiser, inputs_length: int, targets_length: int) -> int:

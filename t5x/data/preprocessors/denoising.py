@@ -48,15 +48,15 @@ def span_corruption(
       reserved_for_packing: number of tokens by which inputs are shortened, so that several examples fit in one row.
     """
     inputs_length = length_of(input_feature_key, sequence_length, "span_corruption") - (reserved_for_packing or 0)
-    given = length_of(TOKENS, sequence_length, "span_corruption")
+    available = length_of(TOKENS, sequence_length, "span_corruption")
     check_noise(noise_density, mean_noise_span_length, "span_corruption")
     if inputs_length < 4:
         raise UserError(f"span_corruption has only {inputs_length} token(s) for the inputs. Increase their length.")
     length, targets_length = random_spans_helper(inputs_length, noise_density, mean_noise_span_length)
-    if given < targets_length:
+    if available < targets_length:
         raise UserError(
             f"span_corruption makes targets of {targets_length} tokens from inputs of {inputs_length}, but the length "
-            f"of the targets is {given}. Set it to {targets_length}, or shorten the inputs."
+            f"of the targets is {available}. Set it to {targets_length}, or shorten the inputs."
         )
     vocabulary = shared_vocabulary(output_features, input_feature_key, "span_corruption")
     check_sentinels(vocabulary, noise_counts(length, noise_density, mean_noise_span_length)[1], "span_corruption")
@@ -126,7 +126,7 @@ def select_random_chunk(
 def split_tokens(example: Example, length: int, feature_key: str = TOKENS) -> list[Example]:
     """Split `feature_key` into examples of `length` tokens; the last may be shorter."""
     tokens = token_ids(example, feature_key)
-    return [{feature_key: tokens[at : at + length]} for at in range(0, tokens.size, length)]
+    return [{feature_key: tokens[start : start + length]} for start in range(0, tokens.size, length)]
 
 
 def denoise_spans(
@@ -156,8 +156,8 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int, input_feature_k
     noise_first = int(mask.size and mask[0])
     sentinels = np.arange(sentinel, sentinel - len(runs), -1, dtype=tokens.dtype)
     inputs, targets = tokens.copy(), tokens.copy()
-    for made, others in ((inputs, runs[1 - noise_first :: 2]), (targets, runs[noise_first::2])):
-        made[others] = sentinels[: len(others)]
+    for ids, others in ((inputs, runs[1 - noise_first :: 2]), (targets, runs[noise_first::2])):
+        ids[others] = sentinels[: len(others)]
     return {input_feature_key: inputs[starts | ~mask], TOKENS: targets[starts | mask]}
 
 
@@ -190,8 +190,8 @@ def random_spans_helper(inputs_length: int, noise_density: float, mean_noise_spa
     length = inputs_length - 1
     while denoised_lengths(length + 1, noise_density, mean_noise_span_length)[0] <= inputs_length:
         length += 1
-    made, targets_length = denoised_lengths(length, noise_density, mean_noise_span_length)
-    if noise_density == 0.5 and targets_length > made:  # as in t5: equal lengths for inputs and targets
+    inputs_and_sentinels, targets_length = denoised_lengths(length, noise_density, mean_noise_span_length)
+    if noise_density == 0.5 and targets_length > inputs_and_sentinels:  # as in t5: equal lengths for inputs and targets
         length, targets_length = length - 1, targets_length - 1
     return length, targets_length
 

@@ -79,13 +79,13 @@ def glue(
     """
     names = feature_names or sorted(set(example) - {"label", "idx"})
     inputs = " ".join([benchmark_name, *(f"{name}: {_text(example, name)}" for name in names)])
-    made = {}
+    index = {}
     if benchmark_name == "multirc":
         inputs = re.sub("</?b>", "", inputs.replace("<br>", " "))
-        made = {f"idx/{part}": example["idx"][part] for part in ("paragraph", "question", "answer")}
+        index = {f"idx/{part}": example["idx"][part] for part in ("paragraph", "question", "answer")}
     elif id_key:
-        made = {"idx": example[id_key]}
-    return made | {"inputs": inputs, "targets": _label_name(example["label"], label_names)}
+        index = {"idx": example[id_key]}
+    return index | {"inputs": inputs, "targets": _label_name(example["label"], label_names)}
 
 
 def stsb(example: Example) -> Example:

@@ -36,17 +36,17 @@ def tokenize(
       copy_pretokenized: keep the text as `<feature>_pretokenized`.
       with_eos: append EOS if the feature has `add_eos`; for a list, to the last text.
     """
-    made = {}
+    rekeyed = {}
     for name, value in example.items():
         feature = output_features.get(name)
         if feature is not None:
             if copy_pretokenized:
-                made[f"{name}_pretokenized"] = value
+                rekeyed[f"{name}_pretokenized"] = value
             value = _encode(value, name, feature)
             if with_eos and feature.add_eos:
                 value = _append_to_last(value, _eos_id(name, feature))
-        made[name] = value
-    return made
+        rekeyed[name] = value
+    return rekeyed
 
 
 def tokenize_and_append_eos(
@@ -71,12 +71,12 @@ def append_eos_after_trim(
       output_features: features of the task.
       sequence_length: {feature: length}; a feature without a length is not trimmed.
     """
-    made = dict(example)
+    result = dict(example)
     for name, feature in output_features.items():
         if name in example and feature.add_eos:
             length = (sequence_length or {}).get(name)
-            made[name] = _append_to_each(example[name], _eos_id(name, feature), length)
-    return made
+            result[name] = _append_to_each(example[name], _eos_id(name, feature), length)
+    return result
 
 
 # A pipeline counts its truncations.
@@ -93,8 +93,8 @@ def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | 
 
 def _encode(value: Any, name: str, feature: Feature) -> Any:
     if isinstance(value, list | tuple):
-        made = [_encode(one, name, feature) for one in value]
-        return _array(made, name, feature) if all(np.ndim(one) == 0 for one in made) else made
+        encoded = [_encode(one, name, feature) for one in value]
+        return _array(encoded, name, feature) if all(np.ndim(one) == 0 for one in encoded) else encoded
     try:
         ids = feature.vocabulary.encode(value)
     except UserError as error:
@@ -105,12 +105,12 @@ def _encode(value: Any, name: str, feature: Feature) -> Any:
 def _array(ids: Any, name: str, feature: Feature) -> np.ndarray:
     """Return `ids` with the feature's dtype."""
     try:
-        made = np.asarray(ids, feature.dtype)
+        encoded = np.asarray(ids, feature.dtype)
     except OverflowError as error:
         raise UserError(f"feature {name!r}: an id does not fit {feature.dtype}: {error}.") from error
-    if isinstance(ids, np.ndarray) and made.dtype != ids.dtype and (wrong := ids[made != ids]).size:
+    if isinstance(ids, np.ndarray) and encoded.dtype != ids.dtype and (wrong := ids[encoded != ids]).size:
         raise UserError(f"feature {name!r}: the id {wrong.flat[0]} does not fit {feature.dtype}.")
-    return made
+    return encoded
 
 
 def _is_flat(value: Any) -> bool:
@@ -120,10 +120,10 @@ def _is_flat(value: Any) -> bool:
 def _append(ids: Any, eos: int, length: int | None) -> np.ndarray:
     ids = np.asarray(ids) if len(ids) else np.zeros(0, np.int32)
     ids = ids if length is None else ids[..., : length - 1]
-    made = np.empty((*ids.shape[:-1], ids.shape[-1] + 1), ids.dtype)
-    made[..., :-1] = ids
-    made[..., -1] = eos
-    return made
+    extended = np.empty((*ids.shape[:-1], ids.shape[-1] + 1), ids.dtype)
+    extended[..., :-1] = ids
+    extended[..., -1] = eos
+    return extended
 
 
 def _append_to_each(value: Any, eos: int, length: int | None) -> Any:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5x.data.sources.base import Malformed
+from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
 from t5x.data.sources.tf_examples import ExampleParser
@@ -65,7 +65,7 @@ class ArrayRecordFile:
             with self._lock:
                 return self._reader().read([index])[0]
         except (ValueError, IndexError, RuntimeError) as error:
-            raise Malformed(f"the file is damaged ({first_line(error)}). Download it again.") from error
+            raise MalformedRecord(f"the file is damaged ({first_line(error)}). Download it again.") from error
 
     def _reader(self) -> Any:
         if self._process == os.getpid():
@@ -96,7 +96,7 @@ def _msgpack_map(content: bytes) -> dict[str, Any]:
     try:
         example = msgpack.unpackb(content)
     except (ValueError, msgpack.UnpackException) as error:
-        raise Malformed(f"not msgpack: {error or type(error).__name__}") from error
+        raise MalformedRecord(f"not msgpack: {error or type(error).__name__}") from error
     if not isinstance(example, dict):
-        raise Malformed(f"expected a msgpack map, got a {type(example).__name__}.")
+        raise MalformedRecord(f"expected a msgpack map, got a {type(example).__name__}.")
     return example

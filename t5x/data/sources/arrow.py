@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5x.data.sources.base import Malformed
+from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files import user_files
@@ -119,7 +119,7 @@ class _ParquetFile(FileExamples):
 
     def read_group(self, group: int) -> "pyarrow.Table":
         self._file.check()
-        with _explained(f"row group {group} cannot be read", Malformed):
+        with _explained(f"row group {group} cannot be read", MalformedRecord):
             return self._parquet.read_row_group(group, columns=self._columns, use_threads=False).combine_chunks()
 
 
@@ -141,11 +141,11 @@ class HuggingFaceDataSource(FilesDataSource):
 
     def __init__(self, directory: str | os.PathLike, splits: Sequence[str] | None = None):
         self._directory = os.fspath(directory) if is_remote(directory) else os.path.expanduser(os.fspath(directory))
-        found = self._find_splits()
-        if unknown := [split for split in splits or () if split not in found]:
-            known = ", ".join(map(repr, found))
+        files = self._find_splits()
+        if unknown := [split for split in splits or () if split not in files]:
+            known = ", ".join(map(repr, files))
             raise UserError(f"{self._directory} has no split {unknown[0]!r} (splits: {known}).")
-        super().__init__({split: found[split] for split in splits or found})
+        super().__init__({split: files[split] for split in splits or files})
 
     def _find_splits(self) -> dict[str, str]:
         """Return the directory of each split."""
@@ -213,7 +213,7 @@ def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:
         try:
             row[name] = _value(column[index])
         except (ValueError, OverflowError) as error:  # a duplicate struct field, a date out of range
-            raise Malformed(f"column {name!r} cannot be read ({first_line(error)}).") from error
+            raise MalformedRecord(f"column {name!r} cannot be read ({first_line(error)}).") from error
     return row
 
 

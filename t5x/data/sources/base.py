@@ -23,7 +23,7 @@ class BadExample(UserError):
     """An example that cannot be used; the message names it and the reason."""
 
 
-class Malformed(Exception):
+class MalformedRecord(Exception):
     """The reason why a record is invalid; the caller adds its location."""
 
 
@@ -63,8 +63,8 @@ class DataSource(abc.ABC):
         or of 10,000 of them, evenly spaced, if there are more. Slow work belongs in the returned function, which runs
         in a thread while examples are read.
         """
-        found = self._hash_examples(split, _HASHED_EXAMPLES)
-        return lambda: found
+        content = self._hash_examples(split, _HASHED_EXAMPLES)
+        return lambda: content
 
     def content_bytes(self, split: str) -> int:
         """Return the number of bytes in files that `content_fingerprint` covers."""
@@ -164,8 +164,8 @@ class FunctionDataSource(OpenedSplits, DataSource):
 
     def _open(self, split: str) -> Sequence[Mapping[str, Any]]:
         parameters = inspect.signature(self._function).parameters
-        wanted = "shuffle_files" in parameters and parameters["shuffle_files"].default is inspect.Parameter.empty
-        sequence = self._function(split, **({"shuffle_files": False} if wanted else {}))
+        takes_flag = "shuffle_files" in parameters and parameters["shuffle_files"].default is inspect.Parameter.empty
+        sequence = self._function(split, **({"shuffle_files": False} if takes_flag else {}))
         check_sequence(sequence, f"{name_of(self._function)}({split!r})")
         if not len(sequence):
             raise UserError(f"{name_of(self._function)}({split!r}) returned no examples.")

@@ -13,7 +13,7 @@ from t5x.data.code_hashes import fingerprint
 from t5x.data.sources.base import (
     BadExample,
     DataSource,
-    Malformed,
+    MalformedRecord,
     OpenedSplits,
     as_example,
     check_sequence,
@@ -37,7 +37,7 @@ class FileExamples:
     Attributes:
       name: name of the file, for messages.
       size: number of examples.
-      read: `read(index)` returns a new example; it raises `Malformed` for one that it cannot read.
+      read: `read(index)` returns a new example; it raises `MalformedRecord` for one that it cannot read.
       locate: `locate(index)` returns where an example is; None gives the number of the record, from 1.
     """
 
@@ -96,16 +96,16 @@ class FilesDataSource(OpenedSplits, DataSource):
         return self.opened(split).ends[-1]
 
     def example(self, split: str, index: int) -> dict[str, Any]:
-        file, at = self._find(split, index)
+        file, offset = self._find(split, index)
         try:
-            example = file.read(at)
-            return example if type(example) is dict else as_example(example, lambda: file.location(at))
-        except Malformed as error:
-            raise BadExample(f"{file.location(at)}: {error}") from error
+            example = file.read(offset)
+            return example if type(example) is dict else as_example(example, lambda: file.location(offset))
+        except MalformedRecord as error:
+            raise BadExample(f"{file.location(offset)}: {error}") from error
 
     def location(self, split: str, index: int) -> str:
-        file, at = self._find(split, index)
-        return file.location(at)
+        file, offset = self._find(split, index)
+        return file.location(offset)
 
     def fingerprint(self, split: str) -> dict[str, Any]:
         self.check_split(split)
@@ -118,7 +118,7 @@ class FilesDataSource(OpenedSplits, DataSource):
         settings = fingerprint((type(self), self._settings(split)), lasting=True)
         described = {"class": type(self).__qualname__, "settings": settings}
         copies = self.opened(split).copies
-        return lambda: described | {"files": file_digests.describe_files(copies)}
+        return lambda: described | {"files": file_digests.hash_data_files(copies)}
 
     def content_bytes(self, split: str) -> int:
         return sum(os.path.getsize(copy.path) for copy in self.opened(split).copies)
@@ -138,8 +138,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         opened, ends, _ = self.opened(split)
         if not 0 <= index < ends[-1]:
             raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
-        at = bisect.bisect_right(ends, index)
-        return opened[at], index - (ends[at - 1] if at else 0)
+        number = bisect.bisect_right(ends, index)
+        return opened[number], index - (ends[number - 1] if number else 0)
 
     def _open(self, split: str) -> _Split:
         # Copies whose versions are known were verified before pickling.

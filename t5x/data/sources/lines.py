@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data.sources.base import Malformed
+from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError, shorten
 from t5x.files.indexed_lines import LineFile
@@ -103,7 +103,7 @@ class TsvDataSource(_LinesDataSource):
 
     def _parser(self, lines: LineFile) -> _Parse:
         if self._columns is not None or not len(lines):
-            with contextlib.suppress(Malformed):
+            with contextlib.suppress(MalformedRecord):
                 if len(lines) and tuple(self._split(decoded(lines[0]))) == self._columns:
                     lines.take_first()
             return functools.partial(self._fields, self._columns or ())
@@ -114,7 +114,7 @@ class TsvDataSource(_LinesDataSource):
             raise UserError(f"{where}: {_RETURNS}")
         try:
             names = tuple(self._split(decoded(header)))
-        except Malformed as error:
+        except MalformedRecord as error:
             raise UserError(f"{where}: {_RETURNS if returns else error}") from error
         if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
             raise UserError(f"{where}: several columns are named {', '.join(map(repr, twice))}. Rename them.")
@@ -123,7 +123,8 @@ class TsvDataSource(_LinesDataSource):
     def _fields(self, names: tuple[str, ...], text: str) -> dict[str, str]:
         values = self._split(text)
         if len(values) != len(names):
-            raise Malformed(f"expected {len(names)} fields ({', '.join(names)}), got {len(values)}: {shorten(text)}")
+            expected = f"{len(names)} fields ({', '.join(names)})"
+            raise MalformedRecord(f"expected {expected}, got {len(values)}: {shorten(text)}")
         return dict(zip(names, values, strict=True))
 
     def _split(self, text: str) -> list[str]:
@@ -133,7 +134,7 @@ class TsvDataSource(_LinesDataSource):
         try:
             return next(csv.reader([text], delimiter=self._delimiter, quotechar=self.quote, strict=True))
         except csv.Error as error:
-            raise Malformed(f"{error}: {shorten(text)}") from error
+            raise MalformedRecord(f"{error}: {shorten(text)}") from error
 
 
 class CsvDataSource(TsvDataSource):
@@ -155,9 +156,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         example = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"not JSON: {error}: {shorten(text)}") from error
+        raise MalformedRecord(f"not JSON: {error}: {shorten(text)}") from error
     if not isinstance(example, dict):
-        raise Malformed(f'expected a JSON object such as {{"inputs": …}}, got {shorten(text)}')
+        raise MalformedRecord(f'expected a JSON object such as {{"inputs": …}}, got {shorten(text)}')
     return example
 
 
@@ -166,8 +167,8 @@ def _text(text: str) -> dict[str, str]:
 
 
 def decoded(content: bytes) -> str:
-    """Decode UTF-8; raise Malformed if it is invalid."""
+    """Decode UTF-8; raise MalformedRecord if it is invalid."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise Malformed(not_utf8(content, error)) from error
+        raise MalformedRecord(not_utf8(content, error)) from error

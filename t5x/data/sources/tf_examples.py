@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.sources.base import Malformed
+from t5x.data.sources.base import MalformedRecord
 from t5x.errors import UserError
 
 _LISTS = {"text": "bytes_list", "bytes": "bytes_list", "float": "float_list", "int": "int64_list"}
@@ -36,7 +36,7 @@ class ExampleParser:
 
     def __init__(self, feature_description: Mapping[str, Any] | None = None):
         described = (feature_description or {}).items()
-        self._features = {name: _Feature(name, given) for name, given in described}
+        self._features = {name: _Feature(name, description) for name, description in described}
 
     def __call__(self, content: bytes) -> dict[str, Any]:
         from google.protobuf.message import DecodeError
@@ -44,7 +44,7 @@ class ExampleParser:
         try:
             features = _message_class().FromString(content).features.feature
         except DecodeError as error:
-            raise Malformed("it is not a tf.train.Example (its protocol buffer cannot be parsed).") from error
+            raise MalformedRecord("it is not a tf.train.Example (its protocol buffer cannot be parsed).") from error
         if not self._features:
             return {name: _as_stored(features[name]) for name in sorted(features)}
         return {name: feature(features) for name, feature in self._features.items()}
@@ -53,38 +53,38 @@ class ExampleParser:
 class _Feature:
     """A described feature."""
 
-    def __init__(self, name: str, given: Any):
+    def __init__(self, name: str, description: Any):
         self._name = name
         self._dtype: np.dtype | None = None
         self._shape: tuple[int, ...] | None = None
         self._default: Any = None
-        self._many = isinstance(given, list | tuple) and len(given) == 1
+        self._many = isinstance(description, list | tuple) and len(description) == 1
         if self._many:
-            given = given[0]
+            description = description[0]
         try:
-            if isinstance(given, str) and given in _LISTS:
-                self._kind = given
-            elif isinstance(given, type) and given in _PYTHON_TYPES:
-                self._kind = _PYTHON_TYPES[given]
+            if isinstance(description, str) and description in _LISTS:
+                self._kind = description
+            elif isinstance(description, type) and description in _PYTHON_TYPES:
+                self._kind = _PYTHON_TYPES[description]
             else:
-                self._take_dtype(given)
+                self._take_dtype(description)
         except (TypeError, KeyError) as error:
             raise UserError(
-                f"feature_description: {name!r} is {given!r}. Describe it as 'text', 'bytes', 'int' or 'float' for one "
-                "value, ['int'] (and so on) for any number, or a numpy dtype for an array."
+                f"feature_description: {name!r} is {description!r}. Describe it as 'text', 'bytes', 'int' or 'float' "
+                "for one value, ['int'] (and so on) for any number, or a numpy dtype for an array."
             ) from error
 
-    def _take_dtype(self, given: Any) -> None:
+    def _take_dtype(self, description: Any) -> None:
         """Read a numpy dtype, or a TensorFlow dtype or feature, recognized by its attributes."""
-        is_plain = isinstance(given, np.dtype | type | str)
-        dtype = given if is_plain else getattr(given, "dtype", given)
+        is_plain = isinstance(description, np.dtype | type | str)
+        dtype = description if is_plain else getattr(description, "dtype", description)
         dtype = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
-        if given is None or (is_plain and dtype.kind == "O"):  # numpy reads None as float64, any class as object
+        if description is None or (is_plain and dtype.kind == "O"):  # numpy reads None as float64, any class as object
             raise TypeError
-        shape = None if is_plain else getattr(given, "shape", None)
+        shape = None if is_plain else getattr(description, "shape", None)
         self._kind = _DTYPE_KINDS[dtype.kind]
         self._dtype = dtype if self._kind in ("int", "float") else None
-        self._default = None if is_plain else getattr(given, "default_value", None)
+        self._default = None if is_plain else getattr(description, "default_value", None)
         self._many = shape is None or len(shape) > 0
         self._shape = tuple(shape) if shape else None
 
@@ -92,16 +92,18 @@ class _Feature:
         if self._name not in features:  # indexing a protobuf map would add it
             if self._default is not None:
                 return self._default
-            raise Malformed(f"there is no feature {self._name!r} (features: {', '.join(sorted(features)) or 'none'}).")
+            known = ", ".join(sorted(features)) or "none"
+            raise MalformedRecord(f"there is no feature {self._name!r} (features: {known}).")
         feature = features[self._name]
         stored = feature.WhichOneof("kind") or _LISTS[self._kind]
         if stored != _LISTS[self._kind]:
-            raise Malformed(f"feature {self._name!r} contains {_STORED[stored]}, but is described as {self._kind}.")
+            contents = f"contains {_STORED[stored]}, but is described as {self._kind}"
+            raise MalformedRecord(f"feature {self._name!r} {contents}.")
         values = self._converted(getattr(feature, stored).value)
         if self._many:
             return values if self._shape is None else self._reshaped(values, self._shape)
         if len(values) != 1:
-            raise Malformed(f"feature {self._name!r} has {len(values)} values, not one. Use [{self._kind!r}].")
+            raise MalformedRecord(f"feature {self._name!r} has {len(values)} values, not one. Use [{self._kind!r}].")
         return values[0] if self._dtype is not None or isinstance(values, list) else values[0].item()
 
     def _converted(self, values: Any) -> list | np.ndarray:
@@ -111,18 +113,20 @@ class _Feature:
             try:
                 return [value.decode() for value in values]
             except UnicodeDecodeError as error:
-                raise Malformed(f"feature {self._name!r} is not UTF-8 ({error}). Describe it as 'bytes'.") from error
+                raise MalformedRecord(
+                    f"feature {self._name!r} is not UTF-8 ({error}). Describe it as 'bytes'."
+                ) from error
         array = np.array(values, np.int64 if self._kind == "int" else np.float32)
         if self._dtype is None:
             return array
         cast = array.astype(self._dtype)
         if self._kind == "int" and not np.array_equal(cast, array):
-            raise Malformed(f"feature {self._name!r} has values outside the range of {self._dtype}.")
+            raise MalformedRecord(f"feature {self._name!r} has values outside the range of {self._dtype}.")
         return cast
 
     def _reshaped(self, values: list | np.ndarray, shape: tuple[int, ...]) -> list | np.ndarray:
         if np.prod(shape) != len(values):
-            raise Malformed(f"feature {self._name!r} has {len(values)} values, which do not fit shape {shape}.")
+            raise MalformedRecord(f"feature {self._name!r} has {len(values)} values, which do not fit shape {shape}.")
         if isinstance(values, np.ndarray):
             return values.reshape(shape)
         return np.array(values, object).reshape(shape).tolist()

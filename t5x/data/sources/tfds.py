@@ -55,13 +55,13 @@ class TfdsDataSource(FilesDataSource):
         directory = self._data_dir or os.environ.get("TFDS_DATA_DIR")  # TFDS itself reads it only when it is imported
         try:
             builder = tfds.builder(self._name, data_dir=directory)
-            found = bool(builder.info.splits)
+            has_splits = bool(builder.info.splits)
         except Exception as error:  # TFDS raises many classes for wrong names and broken directories
             raise UserError(
                 f"The TFDS dataset {self._name} cannot be opened: {first_line(error)} Check the name, and prepare it "
                 f"with `tfds build {self._name}` in {directory or 'the default directory of TFDS'}."
             ) from error
-        if not found:
+        if not has_splits:
             raise UserError(
                 f"The TFDS dataset {self._name} has not been prepared in {builder.data_dir}. Run "
                 f"`tfds build {self._name} --file_format=array_record`."
@@ -78,12 +78,12 @@ class TfdsDataSource(FilesDataSource):
         return [os.fspath(instruction.filename) for instruction in self._instructions(split)]
 
     def _instructions(self, split: str) -> Sequence[Any]:
-        splits, wanted = self._builder.info.splits, self._patterns[split]
+        splits, pattern = self._builder.info.splits, self._patterns[split]
         try:
-            return splits[wanted].file_instructions
+            return splits[pattern].file_instructions
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"The TFDS dataset {self._name} has no split {wanted!r} (splits: {', '.join(splits)})."
+                f"The TFDS dataset {self._name} has no split {pattern!r} (splits: {', '.join(splits)})."
             ) from error
 
     def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:

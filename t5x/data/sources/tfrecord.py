@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.sources.base import Malformed
+from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.tf_examples import ExampleParser
 from t5x.errors import UserError
@@ -65,7 +65,7 @@ class RecordFile:
         record = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
         data = record[_HEADER.size : -_CRC]
         if masked_crc32c(data) != int.from_bytes(record[-_CRC:], "little"):
-            raise Malformed("the checksum does not match: the file is damaged. Download it again.")
+            raise MalformedRecord("the checksum does not match: the file is damaged. Download it again.")
         return data
 
     def _index(self) -> np.ndarray:
@@ -76,13 +76,13 @@ class RecordFile:
             # Index all records that end in this window without another read.
             window = self._file.read(start, min(start + random_access.CHUNK, size))
             first = len(offsets) - 1
-            at = 0
-            while at + _HEADER.size <= len(window):
-                header = window[at : at + _HEADER.size]
+            offset = 0
+            while offset + _HEADER.size <= len(window):
+                header = window[offset : offset + _HEADER.size]
                 headers += header
-                at += int.from_bytes(header[:8], "little") + _AROUND
-                offsets.append(start + at)
-                if start + at > size:
+                offset += int.from_bytes(header[:8], "little") + _AROUND
+                offsets.append(start + offset)
+                if start + offset > size:
                     break
             self._verify(headers, first)
             headers.clear()
@@ -95,8 +95,8 @@ class RecordFile:
         return np.array(offsets, np.int64)
 
     def _verify(self, headers: bytes | bytearray, first: int) -> None:
-        found = np.frombuffer(headers, np.dtype([("length", "u1", 8), ("crc", "<u4")]))
-        wrong = np.flatnonzero(_masked_crcs(found["length"]) != found["crc"])
+        stored = np.frombuffer(headers, np.dtype([("length", "u1", 8), ("crc", "<u4")]))
+        wrong = np.flatnonzero(_masked_crcs(stored["length"]) != stored["crc"])
         if wrong.size:
             index = first + int(wrong[0])
             what = "is not a TFRecord file" if index == 0 else f"is damaged at record {index + 1}"

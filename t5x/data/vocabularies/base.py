@@ -63,7 +63,7 @@ class Vocabulary(abc.ABC):
         return self._decode(ids)
 
     def encode_tf(self, text: Any) -> Any:
-        """Return the token ids of a string tensor, for code of seqio that gets a vocabulary of ours."""
+        """Return the token ids of a string tensor, for seqio code that receives one of our vocabularies."""
         import tensorflow as tf  # the caller has imported it
 
         def encode(text: Any) -> np.ndarray:
@@ -144,9 +144,9 @@ class FileVocabulary(Vocabulary):
 
     def with_content(self, content: bytes) -> Self:
         """Return this vocabulary with the given content instead of its file's."""
-        made = type(self).__new__(type(self))
-        made.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
-        return made
+        vocabulary = type(self).__new__(type(self))
+        vocabulary.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
+        return vocabulary
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}

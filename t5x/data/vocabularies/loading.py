@@ -94,16 +94,16 @@ def vocabulary_named(name: str, rows: int | None = None, pad_id: int = 0) -> Nam
     path = user_files.absolute_path(name)
     pad = {"pad_id": pad_id} if pad_id else {}
     if name == "bytes":
-        found = NamedVocabulary("ByteVocabulary", {})
+        vocabulary = NamedVocabulary("ByteVocabulary", {})
     elif name.endswith(".json"):
-        found = NamedVocabulary("HuggingFaceVocabulary", {"tokenizer_file": path} | pad)
+        vocabulary = NamedVocabulary("HuggingFaceVocabulary", {"tokenizer_file": path} | pad)
     elif name.endswith(".model"):
         extra_ids = SentencePieceVocabulary(path).missing_sentinels(rows)
         arguments = {"sentencepiece_model_file": path} | ({"extra_ids": extra_ids} if extra_ids else {}) | pad
-        found = NamedVocabulary("SentencePieceVocabulary", arguments)
+        vocabulary = NamedVocabulary("SentencePieceVocabulary", arguments)
     else:
         raise UserError(f"--vocabulary {name}: pass a SentencePiece model (*.model), a tokenizer.json, or bytes.")
-    size = found.load().vocab_size
+    size = vocabulary.load().vocab_size
     if rows is not None and size > rows:
         raise UserError(f"--vocabulary {name} has {size:,} ids, but the model only {rows:,}. Pass the model's own.")
-    return found
+    return vocabulary

@@ -51,10 +51,10 @@ class WrappedVocabulary(Vocabulary):
 
     def _special(self, name: str) -> int | None:
         try:
-            found = getattr(self.wrapped, name)
+            value = getattr(self.wrapped, name)
         except NotImplementedError:
             return None
-        return None if found is None or found < 0 else int(found)
+        return None if value is None or value < 0 else int(value)
 
     @property
     def vocab_size(self) -> int:

@@ -20,7 +20,7 @@ def check_tokenizer(described: dict[str, Any]) -> None:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         growth = math.prod(map(_growth, _steps(described.get(part))))
         if growth > _MAX_GROWTH:
-            raise ValueError(f"its {part} could make a text {growth:.3g} times as long")
+            raise ValueError(f"its {part} could make its input {growth:.3g} times as long")
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
@@ -35,7 +35,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a component can lengthen a text."""
+    """Return the largest factor by which a component can lengthen its input."""
     match step:
         case {"type": "Replace", "content": str(content), "pattern": pattern}:
             replaced = pattern.get("String") if isinstance(pattern, dict) else None

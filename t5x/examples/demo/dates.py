@@ -178,8 +178,8 @@ def _mess(text: str, chance: Chance) -> str:
     elif chance.happens(0.1):
         text = text.upper()
     if " " in text and chance.happens(0.1):
-        at = chance.one_of([i for i, character in enumerate(text) if character == " "])
-        text = text[:at] + " " + text[at:]
+        space = chance.one_of([i for i, character in enumerate(text) if character == " "])
+        text = text[:space] + " " + text[space:]
     return text
 
 

@@ -50,7 +50,7 @@ def _mixture(form: str, make: Any, directory: str, vocabulary: Vocabulary, templ
     if unknown := [part for part in parts if part not in PARTS]:
         raise UserError(f"There is no part {unknown[0]!r} (parts: {', '.join(map(repr, PARTS))}).")
     place = functools.partial(os.path.join, directory)
-    given: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "dl21": {
             "judged": {"train": place("msmarco_dl", "judged_dl21.jsonl.gz")},
             "candidates": place("msmarco_dl", "bm25_top100_dl21.json.gz"),
@@ -63,10 +63,10 @@ def _mixture(form: str, make: Any, directory: str, vocabulary: Vocabulary, templ
         },
         "squad": {"judged": _squad(place("squad_dev_v1.1", "dev-v1.1.json.zip"))},
     }
-    made: list[Task] = [
-        make(vocabulary=vocabulary, template=template, name=f"{part}_{form}", **given[part]) for part in parts
+    parts_as_tasks: list[Task] = [
+        make(vocabulary=vocabulary, template=template, name=f"{part}_{form}", **options[part]) for part in parts
     ]
-    return tasks.mixture(made, [PARTS[part] for part in parts], name=f"ranking_{form}")
+    return tasks.mixture(parts_as_tasks, [PARTS[part] for part in parts], name=f"ranking_{form}")
 
 
 _TRECQA = {"train": "train", "validation": "dev"}
@@ -82,21 +82,21 @@ def _questions(split: str, path: str) -> list[dict[str, Any]]:
     with zipfile.ZipFile(io.BytesIO(read_bytes(path))) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".json")]
         articles = json.loads(archive.read(name))["data"]
-    found = []
+    examples = []
     for article in articles:
         texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        passages = [Passage(f"{article['title']}/{at}", text, 0) for at, text in enumerate(texts)]
-        for at, paragraph in enumerate(article["paragraphs"]):
-            others = tuple(passages[:at] + passages[at + 1 :])
+        passages = [Passage(f"{article['title']}/{number}", text, 0) for number, text in enumerate(texts)]
+        for number, paragraph in enumerate(article["paragraphs"]):
+            others = tuple(passages[:number] + passages[number + 1 :])
             for question in paragraph["qas"]:
-                found.append(
+                examples.append(
                     {
                         "query_id": question["id"],
                         "query": question["question"],
-                        "doc_id": passages[at].doc_id,
-                        "passage": passages[at].text,
+                        "doc_id": passages[number].doc_id,
+                        "passage": passages[number].text,
                         "grade": 1,
                         "others": others,
                     }
                 )
-    return found
+    return examples

@@ -101,10 +101,10 @@ class _PerhapsCompressed(FilesDataSource):
 
     def _paths(self, split: str) -> list[str]:
         path = os.path.expanduser(str(self._patterns[split]))
-        found = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
-        if len(found) > 1:
-            raise UserError(f"Split {split!r} has several files: {', '.join(found)}. Keep one of them.")
-        return data_files.expand(*found or [path])
+        existing = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
+        if len(existing) > 1:
+            raise UserError(f"Split {split!r} has several files: {', '.join(existing)}. Keep one of them.")
+        return data_files.expand(*existing or [path])
 
 
 class _JsonLines(_PerhapsCompressed, JsonLinesDataSource):
@@ -130,11 +130,11 @@ class ParallelLinesDataSource(DataSource):
         return next(iter(self._sources.values())).splits
 
     def num_examples(self, split: str) -> int:
-        found = {language: source.num_examples(split) for language, source in self._sources.items()}
-        if len({*found.values()}) > 1:
-            counts = ", ".join(f"{number} in {language}" for language, number in found.items())
+        sizes = {language: source.num_examples(split) for language, source in self._sources.items()}
+        if len({*sizes.values()}) > 1:
+            counts = ", ".join(f"{number} in {language}" for language, number in sizes.items())
             raise UserError(f"The files of split {split!r} have different numbers of lines: {counts}.")
-        return next(iter(found.values()))
+        return next(iter(sizes.values()))
 
     def example(self, split: str, index: int) -> dict[str, Any]:
         return {language: source.example(split, index)["text"] for language, source in self._sources.items()}
@@ -149,12 +149,12 @@ class ParallelLinesDataSource(DataSource):
         parts = [source.content_fingerprint(split) for source in self._sources.values()]
 
         def compute() -> dict[str, Any]:
-            found = [part() for part in parts]
-            settings = [list(self._sources), *(one["settings"] for one in found)]
+            vocabularies = [part() for part in parts]
+            settings = [list(self._sources), *(one["settings"] for one in vocabularies)]
             return {
                 "class": type(self).__qualname__,
                 "settings": settings,
-                "files": [file for one in found for file in one["files"]],
+                "files": [file for one in vocabularies for file in one["files"]],
             }
 
         return compute

@@ -399,13 +399,13 @@ class MultiHeadDotProductAttention(nn.Module):
                     f"the bias of a decoding step covers {bias.shape[-1]} keys, but the cache is {len(positions)} "
                     f"long: compute it for max_decode_length queries and keys, not for the one token of this step"
                 )
-            at = jnp.reshape(index.value, (-1, *trailing))  # one for all rows, or after a prefill one for each
-            cached_key.value = jnp.where(positions == at, new_key, cached_key.value)
-            cached_value.value = jnp.where(positions == at, new_value, cached_value.value)
+            position = jnp.reshape(index.value, (-1, *trailing))  # one for all rows, or after a prefill one for each
+            cached_key.value = jnp.where(positions == position, new_key, cached_key.value)
+            cached_value.value = jnp.where(positions == position, new_value, cached_value.value)
             index.value = index.value + 1
             key, value = (jnp.moveaxis(cached.value, -1, -3) for cached in (cached_key, cached_value))
-            mask = combine_masks(mask, positions <= at)
-            bias = None if bias is None else jnp.take_along_axis(bias, at, axis=-2, mode="clip")
+            mask = combine_masks(mask, positions <= position)
+            bias = None if bias is None else jnp.take_along_axis(bias, position, axis=-2, mode="clip")
         return key, value, mask, bias
 
 

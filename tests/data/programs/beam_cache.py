@@ -24,7 +24,7 @@ def main(lines, directory):
         written = cache_writer.write(
             task, "train", directory=f"{directory}/{name}", num_workers=0, examples_per_shard=20, runner=runner
         )
-        assert written.made == written.shards == 3, written
+        assert written.written == written.shards == 3, written
 
 
 if __name__ == "__main__":
