@@ -1,0 +1,85 @@
+"""Which silence counts: that of the others, all who fall silent together, and never this process's own pause."""
+
+import itertools
+import socket
+import threading
+import time
+import types
+
+import pytest
+
+from t5x.partitioning import watch
+from t5x.partitioning.link import Channel
+from t5x.partitioning.rendezvous import Member
+from t5x.partitioning.watch import PeerWatcher
+
+
+class Watching:
+    """A watcher whose connections stay open and silent, and which only records how it would end."""
+
+    def __init__(self, count: int, me: int = 0):
+        members = [Member(n, count, f"host{n}", n, f"machine{n}", "") for n in range(count)]
+        pairs = {n: socket.socketpair() for n in range(count) if n != me}
+        self.far_ends = [far for _, far in pairs.values()]
+        self.channels = {n: Channel(near, b"", leads=me == 0) for n, (near, _) in pairs.items()}
+        self.watcher = PeerWatcher(me, members, self.channels)
+        self.ended: list[str] = []
+        self.watcher._end = self._record
+
+    def _record(self, index: int, text: str, code: int) -> None:
+        assert code == watch.DIED
+        self.ended.append(text)
+        self.watcher._all_done.set()
+
+    def close(self) -> None:
+        self.watcher._all_done.set()
+        self.watcher.join(20)
+        for end in (*self.channels.values(), *self.far_ends):
+            end.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the watcher's clock. Silence counts after 5 seconds."""
+    monkeypatch.setattr(watch, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "PEER_SILENCE_SECONDS", 5.0)
+
+    def replace(now):
+        monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=now))
+
+    return replace
+
+
+def test_own_pause_is_not_the_silence_of_others(clock):
+    """As when this process was stopped, or its machine was suspended, for longer than a silence may last."""
+    offset, looks = 0.0, threading.Semaphore(0)
+
+    def now():
+        looks.release()
+        return time.monotonic() + offset
+
+    clock(now)
+    watching = Watching(2)
+    watching.watcher.start()
+    try:
+        assert all(looks.acquire(timeout=20) for _ in range(3))
+        offset = 100.0
+        assert all(looks.acquire(timeout=20) for _ in range(5))
+        assert watching.ended == []
+    finally:
+        watching.close()
+
+
+def test_processes_that_fall_silent_up_to_a_heartbeat_apart_are_named_together(clock):
+    times = itertools.count(0, 0.1)
+    clock(lambda: next(times))
+    watching = Watching(4)
+    watching.channels[1].silent, watching.channels[2].silent = 4.85, 4.75
+    watching.watcher.start()
+    try:
+        assert watching.watcher._all_done.wait(20)
+        (text,) = watching.ended
+        assert "received nothing for 5 s from process 1 (host host1, pid 1), process 2 (host host2, pid 2): " in text
+        assert "process 3" not in text
+    finally:
+        watching.close()
