@@ -1,6 +1,7 @@
-"""Which silence counts: that of the others, all who fall silent together, and never this process's own pause."""
+"""Which silence ends a run, and whose error a process reports when several end at once."""
 
 import itertools
+import os
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from t5x.partitioning.watch import PeerWatcher
 
 
 class Watching:
-    """A watcher whose connections stay open and silent, and which only records how it would end."""
+    """A watcher whose connections stay open and silent. `ended` has the messages with which it would end the run."""
 
     def __init__(self, count: int, me: int = 0):
         members = [Member(n, count, f"host{n}", n, f"machine{n}", "") for n in range(count)]
@@ -24,18 +25,65 @@ class Watching:
         self.channels = {n: Channel(near, b"", leads=me == 0) for n, (near, _) in pairs.items()}
         self.watcher = PeerWatcher(me, members, self.channels)
         self.ended: list[str] = []
-        self.watcher._end = self._record
 
-    def _record(self, index: int, text: str, code: int) -> None:
-        assert code == watch.DIED
-        self.ended.append(text)
-        self.watcher._all_done.set()
+    def start(self) -> None:
+        """Run the watcher in a thread, and record how it would end the run."""
+
+        def record(index: int, text: str, code: int) -> None:
+            assert code == watch.DIED
+            self.ended.append(text)
+            self.watcher._all_done.set()
+
+        self.watcher._end = record
+        self.watcher.start()
 
     def close(self) -> None:
         self.watcher._all_done.set()
-        self.watcher.join(20)
+        if self.watcher.is_alive():
+            self.watcher.join(20)
         for end in (*self.channels.values(), *self.far_ends):
             end.close()
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """Record with which message and code a process would exit."""
+    printed, exits = [], []
+    monkeypatch.setattr(watch, "print_now", printed.append)
+    monkeypatch.setattr(os, "_exit", lambda code: exits.append((printed.pop(), code)))
+    return exits
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_process_reports_its_own_error_rather_than_that_of_another(exits, reports, monkeypatch):
+    """As when all fail for the same reason, and the news of the first arrives before the others' own errors."""
+    monkeypatch.setattr(watch, "OWN_ERROR_SECONDS", 20.0 if reports else 0.1)
+    watching = Watching(2, me=1)
+    try:
+        message = {"error": "process 0 ended, and the run with it: the file is missing", "code": 2}
+        handling = threading.Thread(target=watching.watcher._handle, args=(0, message))
+        handling.start()
+        time.sleep(0.3)
+        if reports:
+            watching.watcher.report("the file is missing", 2)
+        handling.join(20)
+        assert not handling.is_alive()
+        assert exits == ([] if reports else [(f"error: {message['error']}", 2)])
+    finally:
+        watching.close()
+
+
+def test_the_death_of_another_process_is_reported_at_once(exits, monkeypatch):
+    monkeypatch.setattr(watch, "OWN_ERROR_SECONDS", 1000.0)
+    watching = Watching(2, me=1)
+    try:
+        watching.far_ends[0].close()
+        watching.watcher.run()
+        ((text, code),) = exits
+        assert text.startswith("error: process 0 (host host0, pid 0) died or lost its network. ")
+        assert code == watch.DIED
+    finally:
+        watching.close()
 
 
 @pytest.fixture
@@ -60,7 +108,7 @@ def test_own_pause_is_not_the_silence_of_others(clock):
 
     clock(now)
     watching = Watching(2)
-    watching.watcher.start()
+    watching.start()
     try:
         assert all(looks.acquire(timeout=20) for _ in range(3))
         offset = 100.0
@@ -75,7 +123,7 @@ def test_processes_that_fall_silent_up_to_a_heartbeat_apart_are_named_together(c
     clock(lambda: next(times))
     watching = Watching(4)
     watching.channels[1].silent, watching.channels[2].silent = 4.85, 4.75
-    watching.watcher.start()
+    watching.start()
     try:
         assert watching.watcher._all_done.wait(20)
         (text,) = watching.ended
