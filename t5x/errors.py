@@ -45,7 +45,7 @@ def check_at_least(least: float, prefix: str = "", **values: float | None) -> No
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Return the `repr` of a value for a message, with … in place of what is too long."""
+    """Return the `repr` of a value for a message, cut with … if it is too long."""
     if isinstance(value, str):
         return repr(value if len(value) <= limit else f"{value[: limit - 1]}…")
     text = repr(value)

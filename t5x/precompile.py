@@ -48,7 +48,7 @@ def precompile(
       partitioner: the mesh.
       model_dir: directory or URL of the files.
       random_seed: seed of dropout; None is 0.
-      get_dataset_fn: makes the batches; see `t5x.trainer.datasets`.
+      get_dataset_fn: creates the batches; see `t5x.trainer.datasets`.
       verify_matching_vocabs_fn: checks the vocabularies of data and model; None skips the check.
     """
     if verify_matching_vocabs_fn is not None:

@@ -89,10 +89,10 @@ def train(
       use_hardware_rng: use the device's fast generator for dropout. Its values depend on the mesh and the compiler.
       summarize_config_fn: writes the configuration to MODEL_DIR.
       inference_evaluator_cls: computes the tasks' metrics.
-      get_dataset_fn: makes the batches. To write your own, see `t5x.trainer.datasets`.
+      get_dataset_fn: creates the batches. To write your own, see `t5x.trainer.datasets`.
       concurrent_metrics: compute and write metrics while the next steps run, unless TRAIN actions wait for them.
       actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions that may end the run}; see `t5x.trainer.actions`.
-      train_eval_get_dataset_fn: makes the batches of teacher-forced evaluation.
+      train_eval_get_dataset_fn: creates the batches of teacher-forced evaluation.
       run_eval_before_training: evaluate once before the first step.
       train_state_initializer_cls: lays the state out over the mesh; see `utils.TrainStateInitializer`.
       use_orbax: False only logs a warning: `t5x convert --to native` writes T5X's other format.

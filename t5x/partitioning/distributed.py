@@ -38,7 +38,7 @@ def process_index() -> int:
 
 
 def is_leader() -> bool:
-    """Return whether this is process 0, which writes what is written only once."""
+    """Return whether this is process 0, which writes the files that all processes share."""
     return process_index() == 0
 
 

@@ -183,11 +183,8 @@ class BasePartitioner:
         arrays, axes = train_state.replace(**whole), self.get_logical_axes(train_state).replace(**whole)
         mutables = jax.tree.map(lambda _: PartitionSpec(), train_state.flax_mutables)
         unchanged = {name: getattr(train_state, name) for name in ("params_axes", "flax_mutables_axes")}
-
-        def spec(x: Any, names: Sequence[str | None] | None) -> PartitionSpec | None:
-            return None if names is None else self.spec(x.shape, tuple(names))
-
-        return jax.tree.map(spec, arrays, axes).replace(**unchanged, flax_mutables=mutables)
+        specs = jax.tree.map(lambda x, names: None if names is None else self.spec(x.shape, tuple(names)), arrays, axes)
+        return specs.replace(**unchanged, flax_mutables=mutables)
 
     def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: PartitionSpec | None) -> LocalChunkInfo:
         """Return the part of an array with this shape and sharding that this process holds."""

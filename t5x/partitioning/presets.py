@@ -39,7 +39,7 @@ PRESETS = {
         "Model parallel within each machine (heads, MLPs and vocabulary are sharded), data parallel across machines.",
         parameter_dims=1, model_parallel=True,
     ),
-    # For so large models, or so many devices, that fsdp alone gathers too much.
+    # For models so large, or devices so many, that fsdp alone gathers too much.
     "2d": Preset(
         "A near-square data x model mesh; parameters and optimizer state are sharded over both of its axes.",
         parameter_dims=2, model_parallel=True,

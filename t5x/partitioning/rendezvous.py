@@ -158,15 +158,13 @@ def gather(
                 if channel.authenticated:
                     channel.send({"refused": str(error)})
             raise
-    described = [dataclasses.asdict(members[n]) for n in range(me.count)]
-    channels = {}
-    for channel, joined_member in joined.items():
-        if joined_member is None:
-            channel.close()
-        else:
-            channel.send({"port": jax_port, "members": described})
-            channels[joined_member.index] = channel
-    return [members[n] for n in range(me.count)], channels
+    ordered = [members[n] for n in range(me.count)]
+    channels = {member.index: channel for channel, member in joined.items() if member is not None}
+    for channel in joined.keys() - channels.values():
+        channel.close()
+    for channel in channels.values():
+        channel.send({"port": jax_port, "members": [dataclasses.asdict(member) for member in ordered]})
+    return ordered, channels
 
 
 def _listen(address: ProcessAddress, local_address: str) -> socket.socket:
@@ -193,14 +191,10 @@ def bind(local_address: str, port: int, option: int) -> socket.socket:
     """
     everywhere = not local_address and socket.has_dualstack_ipv6()
     sock = socket.socket(socket.AF_INET6 if everywhere or ":" in local_address else socket.AF_INET)
-    try:
-        if everywhere:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.setsockopt(socket.SOL_SOCKET, option, 1)
-        sock.bind((local_address or ("::" if everywhere else ""), port))
-    except OSError:
-        sock.close()
-        raise
+    if everywhere:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.setsockopt(socket.SOL_SOCKET, option, 1)
+    sock.bind((local_address or ("::" if everywhere else ""), port))
     return sock
 
 

@@ -234,10 +234,7 @@ class Actions:
         With several processes, the first one decides: some metrics, such as times, differ between them.
         """
         stop = None
-        values = {
-            task: {name: _as_scalar(value) for name, value in metrics.items()}
-            for task, metrics in metrics_by_task.items()
-        }
+        values = {task: _as_scalars(metrics) for task, metrics in metrics_by_task.items()}
         for action in self._actions.get(mode, ()):
             if action.run(train_state, values) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
@@ -272,8 +269,8 @@ class Actions:
                     action.restore(record[1])
 
 
-def _as_scalar(value: Any) -> Any:
-    return Scalar(value) if isinstance(value, int | float) else value
+def _as_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: Scalar(value) if isinstance(value, int | float) else value for name, value in metrics.items()}
 
 
 def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float | None:

@@ -181,7 +181,7 @@ class ExternalBatches(Iterator[Batch]):
 
 
 def as_loader(batches: Any) -> TrainLoader | ExternalBatches:
-    """Return the result of `train.get_dataset_fn` as a loader; that of `get_dataset` is one."""
+    """Return the result of `train.get_dataset_fn` as a loader; `get_dataset` returns one already."""
     return batches if hasattr(batches, "restore") else ExternalBatches(batches)
 
 

@@ -135,13 +135,11 @@ class _NonFiniteWatch:
 
     def check(self, lines: MetricLines, step: int) -> ActionStop | None:
         """Check the logged losses and gradients. Return the reason to end the run unsaved, or None."""
-        nonfinite = lines.take_nonfinite()
-        if nonfinite is None:
+        bad = lines.take_nonfinite()
+        if bad is None:
             return None
         params = self._trainer.train_state.params
-        diagnosis = diagnose(
-            nonfinite.steps, nonfinite.last_step, params, trained(self._trainer.model.optimizer_def, params)
-        )
+        diagnosis = diagnose(bad.steps, bad.last_step, params, trained(self._trainer.model.optimizer_def, params))
         if not self._warned or diagnosis.parameters:
             log.warning("%s", diagnosis.message)
         self._warned = True

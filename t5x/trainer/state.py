@@ -86,10 +86,8 @@ class StateLayout:
         return flax.core.unfreeze(self._init_fn(rng=rng, input_shapes=self.input_shapes, **types))
 
     def _log_undivided(self) -> None:
-        undivided = jax.tree.map(
-            lambda x, axes: self.partitioner.undivided(x.shape, axes), self.abstract.params, self.axes
-        )
-        reasons = Counter(jax.tree.leaves(undivided))
+        undivided = lambda x, axes: self.partitioner.undivided(x.shape, axes)
+        reasons = Counter(jax.tree.leaves(jax.tree.map(undivided, self.abstract.params, self.axes)))
         for reason, count in reasons.items():
             log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
 
@@ -131,12 +129,8 @@ class StateLayout:
         """Return the initial `flax_mutables`, created on their devices."""
         if not self.abstract.flax_mutables:
             return {}
-        create = self.partitioner.partition(
-            lambda: self._mutables(self._variables(jax.random.key(0))),
-            in_axis_resources=(),
-            out_axis_resources=self.shardings.flax_mutables,
-        )
-        return create()
+        init = lambda: self._mutables(self._variables(jax.random.key(0)))
+        return self.partitioner.partition(init, in_axis_resources=(), out_axis_resources=self.shardings.flax_mutables)()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""

@@ -91,7 +91,7 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 def _outside_imports(handler: Handler) -> Handler:
     """Wrap a signal handler that raises, so that it does not raise while a module is imported.
 
-    Extension modules run Python code when they are initialised, and abort or swallow what is raised there. The signal
+    Extension modules run Python code when they are initialised, and abort on an exception or swallow it. The signal
     is sent again until the import has ended. A second signal meanwhile ends the process at once.
     """
 

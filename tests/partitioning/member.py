@@ -44,12 +44,14 @@ def tell() -> dict:
         distributed.put("note", ["last"])
     distributed.barrier("a/b")
     distributed.barrier("a/b")
-    keys = [key for key, _ in distributed._key_value_store().key_value_dir_get("t5x/exchange/of one name")]
+    distributed.barrier("all have read")
+    store = distributed._key_value_store()
+    keys = [store.key_value_dir_get(f"t5x/{name}") for name in ("exchange/of one name", "broadcast")]
     return {
         "rounds": rounds,
         "shared": shared,
         "notes": [before, distributed.poll("note")],
-        "keys": len(keys),
+        "keys": [len(entries) for entries in keys],
     }
 
 
@@ -67,6 +69,7 @@ def place(**options: object) -> dict:
         "rows": [rows.start, rows.stop, size],
         "chunk": [chunk.start, chunk.stop],
         "right": np.array_equal(np.asarray(whole(array)), np.repeat(np.arange(size)[:, None], 3, axis=1)),
+        "reads them first": partitioner.get_data_layout(size).is_first_host_in_replica_set,
         "processes of a model": max(len({device.process_index for device in group}) for group in groups),
     }
 

@@ -106,8 +106,9 @@ def test_another_protocol_is_refused(sent):
     channel = Channel(near, TOKEN, leads=True)
     far.sendall(sent)
     with pytest.raises(EOFError):
-        while True:
-            channel.receive()
+        channel.receive()
+    near.close()
+    far.close()
 
 
 @pytest.mark.parametrize("line", [b"not JSON\n", b"[1]\n", b'{"a": \xff}\n'], ids=repr)

@@ -30,14 +30,16 @@ def member(index: int, count: int = 2) -> Member:
 class Gathering(threading.Thread):
     """Process 0 of a run, which waits for the others."""
 
-    def __init__(self, timeout: float = 60, count: int = 2):
+    def __init__(self, timeout: float = 60, count: int = 2, delay: float = 0):
         super().__init__(daemon=True)
+        self.delay = delay
         self.address = ProcessAddress("127.0.0.1", free_port(), count, 0)
         self.timeout = timeout
         self.result = self.error = None
         self.start()
 
     def run(self) -> None:
+        time.sleep(self.delay)
         try:
             me = member(0, self.address.count)
             self.result = rendezvous.gather(
@@ -105,7 +107,7 @@ def test_a_stranger_with_another_token_is_turned_away(gathering):
 
 @pytest.mark.parametrize(
     "introduction",
-    [{"index": 7}, {"index": -1}, {"index": "1"}, {"index": True}, {"count": None}, {"more": 1}],
+    [{"index": 7}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True}, {"count": None}, {"more": 1}],
     ids=str,
 )
 def test_who_does_not_fit_is_dropped(gathering, introduction):
@@ -139,6 +141,16 @@ def test_many_strangers_leave_room(gathering, monkeypatch):
     strangers = [gathering.connect() for _ in range(20)]
     assert all(is_closed(stranger) for stranger in strangers[:10])
     assert gathering.join() == gathering.finish()
+
+
+def test_strangers_up_to_the_limit_keep_their_connections(gathering, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MAX_UNAUTHENTICATED", 3)
+    strangers = [gathering.connect() for _ in range(5)]  # besides the limit, as many as there are processes
+    assert all(len(stranger.recv(100)) == 65 for stranger in strangers)  # process 0 has accepted it
+    strangers[0].settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        strangers[0].recv(1)
+    gathering.join()
 
 
 def test_process_that_died_before_all_had_joined_may_start_again():
@@ -175,6 +187,13 @@ def test_a_missing_process_is_named_in_all_that_have_come():
         waiting.join(2, 3)
     threading.Thread.join(waiting, 30)
     assert "1 of 3 processes did not connect: 1." in str(waiting.error)
+
+
+def test_process_0_that_started_later_still_names_the_missing_process():
+    """Only it knows which one is missing, so the others wait slightly past their own timeout."""
+    waiting = Gathering(timeout=3, count=3, delay=1)
+    with pytest.raises(UserError, match=r"1 of 3 processes did not connect: 1[.]"):
+        rendezvous.join(waiting.address, member(2, 3), 3, token=TOKEN)
 
 
 def test_process_0_listens_only_at_its_address(gathering):

@@ -1,5 +1,7 @@
 """Lines of metrics: what they count when a save or a stop falls into the middle of one."""
 
+import logging
+
 import pytest
 
 from t5x.metrics.accumulators import Average, AveragePerStep, Sum, from_json
@@ -59,7 +61,7 @@ def test_a_resumed_line_has_all_steps_but_the_speed_of_its_own():
     assert written[3]["loss"] == 2 and written[3]["timing/target_tokens_per_second"] == 10
 
 
-def test_other_metrics_than_before_the_stop_begin_anew():
+def test_other_metrics_than_before_the_stop_restart_the_line():
     lines, written = made(before=step(loss=100.0, weight=Sum(1.0)))
     lines.add(step(loss=2.0))
     lines.line(2, lap(steps=1), {})
@@ -67,7 +69,7 @@ def test_other_metrics_than_before_the_stop_begin_anew():
     assert written[2]["loss"] == 2.0
 
 
-def test_every_loss_that_is_not_finite_is_found_anew():
+def test_every_loss_that_is_not_finite_is_reported_again():
     lines, _ = made()
     for number, loss in enumerate([1.0, float("inf"), 1.0, float("nan")], 1):
         lines.add(step(loss=loss))
@@ -75,6 +77,18 @@ def test_every_loss_that_is_not_finite_is_found_anew():
         found = lines.take_nonfinite()
         assert (found is None) == (number in (1, 3))
         assert found is None or found.last_step == number
+
+
+@pytest.mark.parametrize(("waited", "is_slow"), [(0.08, False), (0.12, True)])
+def test_training_that_waits_for_data_is_reported_once(waited, is_slow, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("t5x"), "propagate", True)
+    lines, _ = made()
+    for number in (1, 2):
+        lines.add(step())
+        lines.line(number, Throughput(1.0, 1, 0, 0, waited), {})
+        lines.wait()
+        assert lines.summary.get("waiting for data %") == (pytest.approx(100 * waited) if is_slow else None)
+    assert caplog.text.count("training waits for data 12 % of the time") == is_slow
 
 
 def test_a_line_has_its_own_steps_only_and_the_learning_rate_of_the_last():
