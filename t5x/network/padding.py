@@ -102,7 +102,7 @@ def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
         if rows.any():
             raise UserError(
                 f"{name} has padding (token {pad_id}) between other tokens in {rows.sum()} of {rows.size} rows, row "
-                f"{rows.argmax()} first, which cuDNN's attention cannot mask. Texts with <pad> in them do that, and a "
-                f"vocabulary that has id {pad_id} for what it does not know. Fix them, or set network."
+                f"{rows.argmax()} first, which cuDNN's attention cannot mask. Inputs that contain <pad> cause "
+                f"this, and vocabularies whose id of unknown tokens is {pad_id}. Fix them, or set network."
                 f"{type(model.module.config).__name__}.attention_backend = 'pallas' or 'xla', which mask it."
             )
