@@ -8,7 +8,6 @@ second and the compile time. `triton` hides Pallas's Triton compiler, as in a JA
 """
 
 import argparse
-import importlib
 import json
 import sys
 
@@ -26,14 +25,14 @@ WORK = {
     "greedy": GREEDY,
     "beam 4": [*GREEDY, "--beams", "4"],
 }
-# The name of a part, what says that our kernel cannot compute it, and where it is worth measuring.
-PARTS = {
-    "norms": ("t5x.network.norm_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
-    "gates": ("t5x.network.elementwise_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
-    "Adafactor": ("t5x.adafactor", "runs_triton", ["train", "train, packed", "train, dropout"]),
-    "FP8 casts": ("t5x.network.fp8", "runs_triton", ["train, FP8"]),
-    "decode": ("t5x.network.decode_kernel", "fits", ["greedy", "beam 4"]),
-    "triton": (None, None, list(WORK)),
+# The name of a part, the methods of `TritonOps` that use our kernels for it, and where it is worth measuring.
+PARTS: dict[str, tuple[list[str], list[str]]] = {
+    "norms": (["norm"], ["train", "train, packed", "train, FP8", "score"]),
+    "gates": (["gate"], ["train", "train, packed", "train, FP8", "score"]),
+    "Adafactor": (["adafactor_kernels"], ["train", "train, packed", "train, dropout"]),
+    "FP8 casts": (["quantize"], ["train, FP8"]),
+    "decode": (["attend_cached", "step_kernel"], ["greedy", "beam 4"]),
+    "triton": ([], list(WORK)),
 }
 
 
@@ -50,7 +49,7 @@ def main() -> None:
     parts = args.only.split(",") if args.only else list(PARTS)
     kinds = args.work.split(";") if args.work else list(WORK)
     for kind in kinds:
-        without = [part for part in parts if kind in PARTS[part][2]]
+        without = [part for part in parts if kind in PARTS[part][1]]
         contenders = {part: [sys.executable, __file__, "--measure", part, kind] for part in ["none", *without]}
         calls = {part: lambda command=command: rounds.run(command) for part, command in contenders.items()}
         for part, result in rounds.in_turns(calls, args.rounds, may_fail=calls):
@@ -62,8 +61,10 @@ def measure(part: str, kind: str) -> None:
     if part == "triton":
         sys.modules["jax.experimental.pallas.triton"] = None  # importing it now raises ImportError
     elif part != "none":
-        module, name, _ = PARTS[part]
-        setattr(importlib.import_module(module), name, lambda *_: False)
+        from t5x.kernels.gpu_ops import TritonOps
+
+        for name in PARTS[part][0]:
+            delattr(TritonOps, name)  # that of any GPU remains
     from benchmarks.bench.__main__ import main
 
     sys.exit(main([*WORK[kind], "--json"]))

@@ -1,6 +1,6 @@
 """GPUs: matmuls, gradients of embeddings and cuDNN's attention on any; our kernels on NVIDIA GPUs that run Triton.
 
-Platforms are told apart before shapes are compared: exports are traced on a CPU with symbolic dimensions.
+Operations are chosen by platform before shapes are compared: exports are traced on a CPU with symbolic dimensions.
 """
 
 import functools

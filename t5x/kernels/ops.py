@@ -111,15 +111,7 @@ class Ops:
 
     # -- dense layers --------------------------------------------------------------------------------------------------
 
-    def matmuls(
-        self,
-        x: jax.Array,
-        kernels: Sequence[jax.Array],
-        dtype: Any = None,
-        *,
-        joined: bool = False,
-        prepared: Any = None,
-    ) -> Sequence[jax.Array] | jax.Array:
+    def matmuls(self, x, kernels, dtype=None, *, joined=False, prepared=None) -> Sequence[jax.Array] | jax.Array:
         """Return x [..., in] times each kernel [in, features].
 
         Args:
@@ -133,9 +125,7 @@ class Ops:
         """Return the kernels as all steps of a decoding loop should read them; None: as they are."""
         return None
 
-    def prepared_matmuls(
-        self, x: jax.Array, prepared: Any, dtype: Any = None, *, joined: bool = False
-    ) -> Sequence[jax.Array] | jax.Array:
+    def prepared_matmuls(self, x, prepared, dtype=None, *, joined=False) -> Sequence[jax.Array] | jax.Array:
         """Return `matmuls` with kernels from `prepare`."""
         return fused_matmul(x, prepared, dtype, joined=joined)
 
@@ -152,13 +142,7 @@ class Ops:
         """Return rows of the table, [...] -> [..., features]; the gradient is deterministic."""
         return jnp.take(table, tokens, axis=0)
 
-    def gate(
-        self,
-        parts: Sequence[jax.Array] | jax.Array,
-        activations: Sequence[str],
-        keep: Callable[[], jax.Array] | None = None,
-        dropout_rate: float = 0.0,
-    ) -> jax.Array:
+    def gate(self, parts, activations: Sequence[str], keep=None, dropout_rate: float = 0.0) -> jax.Array:
         """Return act_0(parts[0]) * act_1(parts[1]) … with dropout.
 
         Args:
@@ -203,9 +187,7 @@ class Ops:
     def log_backend(self, name: str, query: Shaped, mask: Mask) -> None:
         """Log the backend that `auto` chose, where there is a choice."""
 
-    def refuses(
-        self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap: float | None = None
-    ) -> str | None:
+    def refuses(self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap=None) -> str | None:
         """Return why a backend cannot compute this attention; None if it can."""
         return f"the device is {self.hardware.kind}, no NVIDIA GPU" if backend in ("cudnn", "pallas") else None
 
@@ -213,16 +195,14 @@ class Ops:
         """Compute attention by one of `BACKENDS`; the other arguments are those of `attend_xla`."""
         return getattr(self, f"attend_{backend}")(*inputs)
 
-    def attend_xla(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: Mask,
-        bias: RelativeBias | None,
-        softcap: float | None = None,
-    ) -> jax.Array:
-        """Compute the reference attention: plain matmuls, softmax in float32. See `network.attention.attend`."""
+    def attend_xla(self, query, key, value, mask: Mask, bias: RelativeBias | None, softcap=None) -> jax.Array:
+        """Compute the reference attention: plain matmuls, softmax in float32.
+
+        Args:
+          query: [batch, q, heads, head_dim].
+          key, value: [batch, k, key heads, head_dim]; the number of key heads divides that of the heads.
+          softcap: q·k becomes `softcap * tanh(q·k / softcap)` before the bias is added; None leaves it.
+        """
         if query.shape[2] != key.shape[2]:
             key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
@@ -268,9 +248,7 @@ class Ops:
         )  # fmt: skip
         return mask.replace(prepared=prepared_mask), None if bias is None else bias.replace(prepared=prepared_bias)
 
-    def attend_cached(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
-    ) -> jax.Array:
+    def attend_cached(self, query, key, value, mask: Mask, bias: RelativeBias | None) -> jax.Array:
         """Return attention for a decoding step, with keys and values as [batch, heads, k, head_dim]."""
         if mask.row_offsets is not None:
             key, value = (_rows_of_beams(x, mask) for x in (key, value))

@@ -76,7 +76,7 @@ class Attention(nn.Module):
                 split[0] = split[0] / cfg.head_dim**0.5
             return split
 
-        dropped: dict[str, Any] = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
+        dropped: dict[str, Any] = {"keys": keys.child("weights"), "dropout_rate": cfg.dropout_rate}
         exact: dict[str, Any] = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
@@ -94,7 +94,7 @@ class Attention(nn.Module):
             out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
         elif source is not x and x.shape[1] == 1 and bias is None:
             (query,) = heads(x, "query")
-            into_key, into_value = (kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value"))
+            into_key, into_value = (kernels[name](source.shape[-1], keys.child(name)) for name in ("key", "value"))
             out = attend_folded(query, source.astype(cfg.dtype), into_key, into_value, mask=mask, **dropped, **exact)
         elif self.cache and prefill_lengths is None and not scaled and (step := self._step_kernel()) is not None:
             joined = project(self, x, list(kernels.values()), keys, joined=True)
@@ -181,7 +181,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
     """Return the bias of the calling compact module (a tower or a layer), which owns it as `relpos_bias`."""
     buckets = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
-    return RelativePositionBias(cfg.num_heads, bidirectional, *buckets, name="relpos_bias")(keys.at("relpos_bias"))
+    return RelativePositionBias(cfg.num_heads, bidirectional, *buckets, name="relpos_bias")(keys.child("relpos_bias"))
 
 
 def prepare_attention(
@@ -223,11 +223,11 @@ class EncoderLayer(nn.Module):
         bias = relative_bias(cfg, keys, bidirectional=True) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
         x, y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x, branch=True)
-        y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
-        x = x + dropout(y, cfg.dropout_rate, keys.at("attention_out"))
+        y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.child("attention"))
+        x = x + dropout(y, cfg.dropout_rate, keys.child("attention_out"))
         x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
-        y = _mlp(cfg)(y, keys.at("mlp"))
-        return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
+        y = _mlp(cfg)(y, keys.child("mlp"))
+        return x + dropout(y, cfg.dropout_rate, keys.child("mlp_out")), None
 
 
 class DecoderLayer(nn.Module):
@@ -270,19 +270,19 @@ class DecoderLayer(nn.Module):
         x = constrain(x, "batch", "length", "embed")
         x, y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x, branch=True)
         y = Attention(cfg, self.cache, name="self_attention")(
-            y, y, mask=mask, bias=bias, keys=keys.at("self_attention"), prefill_lengths=prefill_lengths
+            y, y, mask=mask, bias=bias, keys=keys.child("self_attention"), prefill_lengths=prefill_lengths
         )
-        x = x + dropout(y, cfg.dropout_rate, keys.at("self_attention_out"))
+        x = x + dropout(y, cfg.dropout_rate, keys.child("self_attention_out"))
         if encoded is not None:
             assert cross_mask is not None, "the encoder's output comes with its mask"
             x, y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm")(x, branch=True)
             y = Attention(cfg, "cross" if self.cache else None, name="encoder_decoder_attention")(
-                y, encoded, mask=cross_mask, bias=None, keys=keys.at("encoder_decoder_attention")
+                y, encoded, mask=cross_mask, bias=None, keys=keys.child("encoder_decoder_attention")
             )
-            x = x + dropout(y, cfg.dropout_rate, keys.at("cross_attention_out"))
+            x = x + dropout(y, cfg.dropout_rate, keys.child("cross_attention_out"))
         x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
-        y = _mlp(cfg)(y, keys.at("mlp"))
-        return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
+        y = _mlp(cfg)(y, keys.child("mlp"))
+        return x + dropout(y, cfg.dropout_rate, keys.child("mlp_out")), None
 
 
 def run_layers(

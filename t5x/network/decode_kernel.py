@@ -117,12 +117,14 @@ def _attend_kernel(query_ref, key_ref, value_ref, seen_ref, out_ref, *, block: i
     # Rows beyond the last query repeat it, and are written to its place.
     numbers = jnp.minimum(lax.iota(jnp.int32, _QUERIES), query_ref.shape[0] - 1)
 
-    def masked(logits, at):
+    def masked(logits, start):
         if seen_ref is None:
             return logits
-        return jnp.where((seen_ref[pl.ds(at, block)] > 0)[None, :], logits, MASKED)
+        return jnp.where((seen_ref[pl.ds(start, block)] > 0)[None, :], logits, MASKED)
 
-    load = lambda ref, at: ref[pl.ds(at, block), :]
+    def load(ref, start):
+        return ref[pl.ds(start, block), :]
+
     zeros = jnp.zeros(_QUERIES, jnp.float32)
     carry = jnp.zeros((_QUERIES, query_ref.shape[1]), jnp.float32), zeros + MASKED, zeros
     out = _attend(query_ref[numbers, :], load, key_ref, value_ref, key_ref.shape[0], block, masked, carry)
@@ -138,16 +140,16 @@ def _extend_kernel(
     new_key_ref[position, :] = key
     new_value_ref[position, :] = value
 
-    def load(ref, at):
+    def load(ref, start):
         if offsets_ref is None:
-            return ref[pl.ds(at, block), :]
-        numbers = at + lax.iota(jnp.int32, block)
-        return ref[row + jnp.where(numbers < position, offsets_ref[pl.ds(at, block)], 0), numbers, :]
+            return ref[pl.ds(start, block), :]
+        numbers = start + lax.iota(jnp.int32, block)
+        return ref[row + jnp.where(numbers < position, offsets_ref[pl.ds(start, block)], 0), numbers, :]
 
-    def masked(logits, at):
+    def masked(logits, start):
         if bias_ref is not None:
-            logits += LOG2E * bias_ref[pl.ds(at, block)][None, :]
-        return jnp.where((at + lax.iota(jnp.int32, block) < position)[None, :], logits, MASKED)
+            logits += LOG2E * bias_ref[pl.ds(start, block)][None, :]
+        return jnp.where((start + lax.iota(jnp.int32, block) < position)[None, :], logits, MASKED)
 
     # The position itself comes first, from registers: what was just written may not be readable yet.
     logit = LOG2E * jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32))
@@ -180,14 +182,14 @@ def _attend(
 
     def visit(j, carry):
         total, highest, weight = carry
-        at = j * block
+        start = j * block
         transposed = (((1,), (1,)), ((), ()))
-        logits = lax.dot_general(query, load(key_ref, at), transposed, preferred_element_type=jnp.float32)
-        logits = masked(LOG2E * logits, at)
+        logits = lax.dot_general(query, load(key_ref, start), transposed, preferred_element_type=jnp.float32)
+        logits = masked(LOG2E * logits, start)
         new = jnp.maximum(highest, logits.max(axis=1))
         shrink = jnp.exp2(highest - new)
         weights = jnp.exp2(logits - new[:, None])
-        value = load(value_ref, at)
+        value = load(value_ref, start)
         added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
         total = total * shrink[:, None] + added
         return total, new, weight * shrink + weights.sum(axis=1)

@@ -68,7 +68,7 @@ class DecoderWrapper(nn.Module):
         return self.decoder(
             decoder_input_tokens,
             Mask(key_segments=real, query_segments=decoder_segment_ids, prefix=decoder_causal_attention, causal=True),
-            Keys.of(self, decoder_input_tokens, enable_dropout, row_index).at("decoder"),
+            Keys.of(self, decoder_input_tokens, enable_dropout, row_index).child("decoder"),
             cache="rows" if decode or prefill else None,
             prefill_lengths=prefill_lengths if prefill else None,
             as_factors=as_factors,

@@ -73,8 +73,8 @@ def gate(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _gate_forward(parts, factors, activations, interpret):
     def gate_kernel(part_refs, factor_ref, out_ref):
-        made = _product(activations, [ref[...].astype(jnp.float32) for ref in part_refs])
-        out_ref[...] = _drop(made, factor_ref).astype(out_ref.dtype)
+        product = _product(activations, [ref[...].astype(jnp.float32) for ref in part_refs])
+        out_ref[...] = _drop(product, factor_ref).astype(out_ref.dtype)
 
     batch, length, _, columns = parts.shape
     block = _gate_block(length, columns, _GATE_VALUES, _GATE_COLUMNS)
@@ -92,8 +92,8 @@ def _gate_backward(activations, interpret, residuals, gradient):
     def gate_gradient_kernel(part_refs, factor_ref, gradient_ref, out_ref):
         values = [ref[...].astype(jnp.float32) for ref in part_refs]
         _, backward = jax.vjp(lambda *values: _product(activations, values), *values)
-        for i, made in enumerate(backward(_drop(gradient_ref[...].astype(jnp.float32), factor_ref))):
-            out_ref[:, i, :] = made.astype(out_ref.dtype)
+        for i, part_gradient in enumerate(backward(_drop(gradient_ref[...].astype(jnp.float32), factor_ref))):
+            out_ref[:, i, :] = part_gradient.astype(out_ref.dtype)
 
     batch, length, count, columns = parts.shape
     block = _gate_block(length, columns, _GATE_GRADIENT_VALUES, _GATE_GRADIENT_COLUMNS)
@@ -164,12 +164,12 @@ def quantize(
         x = x_ref[...].astype(jnp.float32)
         size = jnp.abs(x)
         scaled = jnp.clip(x * scale_ref[0], -top, top)
-        made = jnp.where(size < jnp.inf, scaled, jnp.nan).astype(dtype)
-        out_ref[...] = made
-        transposed_ref[...] = made.T
+        quantized = jnp.where(size < jnp.inf, scaled, jnp.nan).astype(dtype)
+        out_ref[...] = quantized
+        transposed_ref[...] = quantized.T
         amax_ref[0, 0] = jnp.max(size)
 
-    made, transposed, amax = pl.pallas_call(
+    quantized, transposed, amax = pl.pallas_call(
         quantize_kernel, grid=grid,
         in_specs=(pl.BlockSpec(block, lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))),
         out_specs=(
@@ -182,4 +182,4 @@ def quantize(
         ),
         interpret=interpret, compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
     )(x, scale.reshape(1).astype(jnp.float32))  # fmt: skip
-    return made, transposed, jnp.max(amax)
+    return quantized, transposed, jnp.max(amax)

@@ -40,7 +40,10 @@ def _unstack(params: dict[str, Any], params_axes: dict[str, Any], stack: str) ->
     axes = logical_axes({"params": arrays, "params_axes": metadata})
     # The stack is sharded like its layers: no device ever holds all of it.
     arrays = jax.tree.map(lambda x, names: constrain(x, None, *names[1:]), arrays, axes)
-    without_layers = lambda found: AxisMetadata(names=found.names[1:])
+
+    def without_layers(metadata: AxisMetadata) -> AxisMetadata:
+        return AxisMetadata(names=metadata.names[1:])
+
     for i in range(jax.tree.leaves(arrays)[0].shape[0]):
         params[f"layers_{i}"] = jax.tree.map(lambda x, i=i: x[i], arrays)
         params_axes[f"layers_{i}"] = jax.tree.map(
@@ -54,10 +57,10 @@ def logical_axes(variables: Mapping[str, Any]) -> Any:
 
     def axes_of(path, _):
         *parents, name = (key.key for key in path)
-        place = recorded
+        scope = recorded
         for parent in parents:
-            place = place.get(parent, {})
-        found = place.get(f"{name}_axes")
-        return None if found is None else tuple(found.names)
+            scope = scope.get(parent, {})
+        axes = scope.get(f"{name}_axes")
+        return None if axes is None else tuple(axes.names)
 
     return jax.tree_util.tree_map_with_path(axes_of, variables["params"])

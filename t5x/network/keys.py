@@ -29,7 +29,7 @@ class Keys(flax.struct.PyTreeNode):
       params: key for initial values; None unless the network is being initialized.
       dropout: keys for dropout, one per row, [batch]; None if dropout is off.
       masks: bool [batch, units], the units that dropout keeps at all places in `sampled`, one after the other.
-      place: logical name, `encoder/layers/attention/query`.
+      path: logical name, `encoder/layers/attention/query`.
       sampled: name of a place, shape of its mask for one row, rate.
       needs_gradients: False in evaluation and inference.
     """
@@ -37,7 +37,7 @@ class Keys(flax.struct.PyTreeNode):
     params: jax.Array | None = None
     dropout: jax.Array | None = None
     masks: jax.Array | None = None
-    place: str = flax.struct.field(pytree_node=False, default="")
+    path: str = flax.struct.field(pytree_node=False, default="")
     sampled: tuple[tuple[str, tuple[int, ...], float], ...] = flax.struct.field(pytree_node=False, default=())
     needs_gradients: bool = flax.struct.field(pytree_node=False, default=True)
 
@@ -58,20 +58,20 @@ class Keys(flax.struct.PyTreeNode):
             key = jax.random.wrap_key_data(key)  # a key of `jax.random.PRNGKey`
         return cls(params, jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
-    def at(self, name: str) -> "Keys":
+    def child(self, name: str) -> "Keys":
         """Return the keys of a named submodule."""
-        return self.replace(place=f"{self.place}/{name}")
+        return self.replace(path=f"{self.path}/{name}")
 
     def tower(self, num_layers: int) -> tuple["Keys", "Keys"]:
         """Return the keys of a tower's places outside its layers, and those of its layers, stacked."""
-        layers = self.at("layers")
+        layers = self.child("layers")
         if (params := self.params) is not None:
             of_each = jax.vmap(lambda number: jax.random.fold_in(params, number))(jnp.arange(num_layers))
             layers = layers.replace(params=of_each)
         if self.dropout is None:
             return self, layers
         # The last number is the tower's own.
-        numbers = np.uint32(_code(self.place)) + np.arange(num_layers + 1, dtype=np.uint32)
+        numbers = np.uint32(_code(self.path)) + np.arange(num_layers + 1, dtype=np.uint32)
         keys = jax.vmap(lambda number: jax.vmap(lambda key: jax.random.fold_in(key, number))(self.dropout))(numbers)
         return self.replace(dropout=keys[-1]), layers.replace(dropout=keys[:-1])
 
@@ -92,23 +92,23 @@ class Keys(flax.struct.PyTreeNode):
         """
         if self.dropout is None or rate == 0.0 or self.sampled:
             return self
-        sampled = tuple((f"{self.place}/{name}", tuple(shape), rate) for name, shape in shapes.items())
+        sampled = tuple((f"{self.path}/{name}", tuple(shape), rate) for name, shape in shapes.items())
         units = sum(math.prod(shape) for _, shape, _ in sampled)
         return self.replace(masks=_sample(self.dropout, (units,), rate), sampled=sampled)
 
     def param(self, name: str) -> jax.Array | None:
         """Return the key of the parameter `name`; None unless the network is being initialized."""
-        return None if self.params is None else jax.random.fold_in(self.params, _code(f"{self.place}/{name}"))
+        return None if self.params is None else jax.random.fold_in(self.params, _code(f"{self.path}/{name}"))
 
     def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
         """Return bool [batch, *shape]: the units that dropout keeps."""
-        requested, start = (self.place, tuple(shape), rate), 0
+        requested, start = (self.path, tuple(shape), rate), 0
         for place in self.sampled:
             units = math.prod(place[1])
             if place == requested and self.masks is not None:
                 return self.masks[:, start : start + units].reshape(-1, *shape)
             start += units
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, _code(self.place)))(self.dropout)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, _code(self.path)))(self.dropout)
         return _sample(keys, tuple(shape), rate)
 
 

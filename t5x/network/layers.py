@@ -72,7 +72,7 @@ def project(
         return fused_matmul(x, module.get_variable("params", name).astype(x.dtype), dtype, joined=joined)
     if module.has_variable(KERNELS, name):
         return ops().prepared_matmuls(x, module.get_variable(KERNELS, name), dtype, joined=joined)
-    arrays = [kernel(x.shape[-1], keys.at(own)) for kernel, own in zip(kernels, names, strict=True)]
+    arrays = [kernel(x.shape[-1], keys.child(own)) for kernel, own in zip(kernels, names, strict=True)]
     if module.has_variable(fp8.SCALES, name):
         scales: jax.Array = module.get_variable(fp8.SCALES, name)
         if joined and len(arrays) > 1:
@@ -169,7 +169,7 @@ class MLP(nn.Module):
         names = ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
         kernels = [Kernel(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name) for name in names]
         parts = project(self, x, kernels, keys, joined=True)
-        hidden = gate(parts, self.activations, self.dropout_rate, keys.at("hidden"))
+        hidden = gate(parts, self.activations, self.dropout_rate, keys.child("hidden"))
         hidden = constrain(hidden, "batch", "length", "mlp")
         to_model = Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")
         return project(self, hidden, [to_model], keys, dtype=self.out_dtype)[0]

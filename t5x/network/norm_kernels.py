@@ -29,7 +29,7 @@ def fits(features: int) -> bool:
 def branch(
     x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float, interpret: bool = False
 ) -> list[jax.Array]:  # fmt: skip
-    """Return x and `layers.rms_norm(x, scale, dtype, epsilon)`. The backward kernel adds the gradients of both.
+    """Return x and `ops.rms_norm(x, scale, dtype, epsilon)`. The backward kernel adds the gradients of both.
 
     Args:
       x: [batch, length, features]; see `fits`. Every device has all features of its rows.
@@ -70,12 +70,12 @@ def _forward(x, scale, dtype, epsilon, interpret):
             out_ref[:, chunk] = (_rounded(part * inverse, dtype) * _rounded(scale_ref[chunk], dtype)).astype(dtype)
 
     tile = pl.BlockSpec((block, features), lambda i: (i, 0))
-    made = pl.pallas_call(
+    normed = pl.pallas_call(
         norm_kernel, grid=(rows // block,), in_specs=(tile, pl.BlockSpec((features,), lambda i: (0,))), out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(flat.shape, dtype), interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
     )(flat, scale)  # fmt: skip
-    return made.reshape(x.shape)
+    return normed.reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "epsilon", "interpret"))
@@ -88,19 +88,20 @@ def _backward(x, scale, to_x, to_norm, dtype, epsilon, interpret):
     chunks = _chunks(features)
 
     def norm_gradient_kernel(scale_ref, x_ref, to_x_ref, to_norm_ref, x_gradient_ref, scale_gradient_ref):
-        load = lambda ref, at: [ref[at, chunk].astype(jnp.float32) for chunk in chunks]
+        def load(ref, rows):
+            return [ref[rows, chunk].astype(jnp.float32) for chunk in chunks]
 
         def add(i, sums):
-            at = pl.ds(i * block, block)
-            parts, gradients = load(x_ref, at), load(to_norm_ref, at)
+            block_rows = pl.ds(i * block, block)
+            parts, gradients = load(x_ref, block_rows), load(to_norm_ref, block_rows)
             inverse = _inverse(parts, features, epsilon)
             normed = [part * inverse for part in parts]
             scaled = [
                 gradient * _rounded(scale_ref[chunk], dtype) for gradient, chunk in zip(gradients, chunks, strict=True)
             ]
             mean = sum(jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(normed, scaled, strict=True)) / features
-            for a, b, to_x, chunk in zip(normed, scaled, load(to_x_ref, at), chunks, strict=True):
-                x_gradient_ref[at, chunk] = (inverse * (b - a * mean) + to_x).astype(x.dtype)
+            for a, b, to_x, chunk in zip(normed, scaled, load(to_x_ref, block_rows), chunks, strict=True):
+                x_gradient_ref[block_rows, chunk] = (inverse * (b - a * mean) + to_x).astype(x.dtype)
             products = [a * _rounded(b, dtype) for a, b in zip(gradients, normed, strict=True)]
             return tuple(a + b for a, b in zip(sums, products, strict=True))
 

@@ -77,13 +77,13 @@ def find_inner_padding(batch: Mapping[str, np.ndarray], pad_id: int = 0) -> dict
     names = [name for name in ("encoder_input_tokens", "decoder_target_tokens") if name in batch]
     if names and np.ndim(batch[names[0]]) == 3:  # lists of passages, whose targets are labels
         names = names[:1]
-    found = {}
+    has_padding = {}
     for name in names:
         real = np.asarray(batch[name]) != pad_id
         if real.ndim > 1:
             real = real.reshape(-1, real.shape[-1])
-            found[name] = (real[:, 1:] & ~real[:, :-1]).any(axis=1)
-    return found
+            has_padding[name] = (real[:, 1:] & ~real[:, :-1]).any(axis=1)
+    return has_padding
 
 
 def has_inner_padding(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
@@ -102,7 +102,7 @@ def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
         if rows.any():
             raise UserError(
                 f"{name} has padding (token {pad_id}) between other tokens in {rows.sum()} of {rows.size} rows, row "
-                f"{rows.argmax()} first, which cuDNN's attention cannot mask. Texts with <pad> in them do that, and a "
-                f"vocabulary that has id {pad_id} for what it does not know. Fix them, or set network."
+                f"{rows.argmax()} first, which cuDNN's attention cannot mask. Inputs that contain <pad> cause "
+                f"this, and vocabularies whose id of unknown tokens is {pad_id}. Fix them, or set network."
                 f"{type(model.module.config).__name__}.attention_backend = 'pallas' or 'xla', which mask it."
             )

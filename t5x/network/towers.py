@@ -43,13 +43,13 @@ class Encoder(nn.Module):
         keys, layer_keys = keys.tower(self.num_layers)
         keys = keys.sample({"embedded": (1, cfg.emb_dim), "encoded": x.shape[1:]}, cfg.dropout_rate)
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=True)
-        x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
+        x = dropout(x, cfg.dropout_rate, keys.child("embedded"))
         if bias is not None:
             mask, bias = prepare_attention(cfg, x, x.shape[1], mask, bias)
         x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, layer_keys, bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
         # Unlike everywhere else, T5 samples dropout per position here.
-        return dropout(x, cfg.dropout_rate, keys.at("encoded"), broadcast_length=False)
+        return dropout(x, cfg.dropout_rate, keys.child("encoded"), broadcast_length=False)
 
 
 class Decoder(nn.Module):
@@ -84,9 +84,9 @@ class Decoder(nn.Module):
         keys, layer_keys = keys.tower(self.num_layers)
         keys = keys.sample({"embedded": (1, cfg.emb_dim), "decoded": (1, cfg.emb_dim)}, cfg.dropout_rate)
         if table is None:
-            table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.at("token_embedder"))
+            table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.child("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
-        x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
+        x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.child("embedded"))
         if cache == "self" and ops().moves_row_offsets and not cfg.scan_layers:
             # A beam search fills it, and then moves these numbers instead of keys and values.
             offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
@@ -98,14 +98,14 @@ class Decoder(nn.Module):
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, layer_keys, *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
-        x = dropout(x, cfg.dropout_rate, keys.at("decoded"))
+        x = dropout(x, cfg.dropout_rate, keys.child("decoded"))
         scale = float(1 / np.sqrt(cfg.emb_dim)) if cfg.logits_via_embedding else 1.0
 
         def dense(dtype: Any) -> Kernel:
             return Kernel(cfg.vocab_size, ("embed", "vocab"), dtype, name="logits_dense")
 
         def stored_kernel() -> jax.Array:
-            return table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.at("logits_dense"))
+            return table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.child("logits_dense"))
 
         if as_factors:
             return LogitFactors(x, stored_kernel(), scale)

@@ -56,8 +56,8 @@ class Transformer(nn.Module):
             length = encoder_input_tokens.shape[1]
             array = self._array(mask, encoder_input_tokens, length, length)
             return self.encoder(encoder_input_tokens, array, deterministic=not enable_dropout)
-        x = embed(self.token_embedder(keys.at("token_embedder")), encoder_input_tokens, self.config.residual_dtype)
-        return self.encoder(x, mask, keys.at("encoder"))
+        x = embed(self.token_embedder(keys.child("token_embedder")), encoder_input_tokens, self.config.residual_dtype)
+        return self.encoder(x, mask, keys.child("encoder"))
 
     def decode(
         self,
@@ -119,8 +119,8 @@ class Transformer(nn.Module):
         return self.decoder(
             decoder_input_tokens,
             mask,
-            keys.at("decoder"),
-            table=self.token_embedder(keys.at("token_embedder")),
+            keys.child("decoder"),
+            table=self.token_embedder(keys.child("token_embedder")),
             encoded=encoded,
             cross_mask=cross_mask,
             cache="self" if decode else None,

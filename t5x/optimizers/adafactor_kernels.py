@@ -132,12 +132,12 @@ def update_matrix(
     )(param, grad)  # fmt: skip
 
     def moments_kernel(rows_ref, columns_ref, v0_ref, v1_ref, rates_ref, new0_ref, new1_ref):
-        decay, at = rates_ref[0], pl.program_id(0)
+        decay, number = rates_ref[0], pl.program_id(0)
 
         def update(axis, sums_ref, v_ref, new_ref):
-            @pl.when(at < grid[axis])
+            @pl.when(number < grid[axis])
             def _():
-                here = pl.ds(at * block[axis], block[axis])
+                here = pl.ds(number * block[axis], block[axis])
                 total = _total(grid[1 - axis], lambda numbers: sums_ref[numbers, here])
                 new_ref[here] = decay * v_ref[here] + (1.0 - decay) * (total / shape[1 - axis])
 

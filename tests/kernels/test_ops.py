@@ -1,5 +1,6 @@
 """Which kernels a traced program may use, on simulated devices."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import t5x
 from t5x.kernels.gpu_ops import GpuOps, HopperOps, TritonOps
 from t5x.kernels.ops import CpuOps, Hardware, Ops, choose, ops, use
 from t5x.kernels.tpu_ops import TpuOps
@@ -70,3 +72,10 @@ def test_operations_in_use_replace_those_of_the_devices():
     with use(chosen):
         assert ops() is chosen
     assert ops() is not chosen
+
+
+def test_networks_and_optimizers_do_not_ask_for_devices():
+    root = Path(t5x.__file__).parent
+    sources = {path: path.read_text() for name in ("network", "optimizers") for path in root.glob(f"{name}/*.py")}
+    asking = [path.name for path, text in sources.items() if "partitioning.devices" in text and "pallas" not in text]
+    assert asking == []

@@ -54,7 +54,7 @@ def test_folding_drops_the_same_weights_as_attention_does():
 
     @jax.jit
     def attended():
-        keys = Keys(dropout=jax.random.split(jax.random.key(3), BATCH), place="here")
+        keys = Keys(dropout=jax.random.split(jax.random.key(3), BATCH), path="here")
         dropped = {"keys": keys, "dropout_rate": 0.5}
         folded = attention.attend_folded(query, source, key_kernel, value_kernel, mask=mask, **dropped)
         key, value = ((source @ kernel).reshape(BATCH, 9, HEADS, WIDTH) for kernel in (key_kernel, value_kernel))

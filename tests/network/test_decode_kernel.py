@@ -117,7 +117,9 @@ SCALED = gpu_network.T5Config(**dataclasses.asdict(tiny.T5_1_1), scale_attn_logi
     ids=["beam", "greedy", "scaled"],
 )
 def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes, config):
-    config = dataclasses.replace(config, num_decoder_layers=2 if decodes > 1 else 1, head_dim=16, dtype="bfloat16")
+    config = dataclasses.replace(
+        config, num_decoder_layers=2 if decodes > 1 else 1, head_dim=16, dtype="bfloat16", attention_backend="xla"
+    )
     model = tiny.model(config, decode_fn=decode)
     params = tiny.random_params(config, seed=3)
     batch = tiny.batch(1, 6, 16, 16)

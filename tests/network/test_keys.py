@@ -23,11 +23,11 @@ def row_keys(*rows: int) -> jax.Array:
 
 
 def test_layers_sampled_together_keep_what_each_would_by_itself():
-    kept = lambda keys: {place: keys.at(place).keep(shape, 0.3) for place, shape in SHAPES.items()}
+    kept = lambda keys: {place: keys.child(place).keep(shape, 0.3) for place, shape in SHAPES.items()}
 
     @jax.jit
     def sampled():
-        _, layers = Keys(dropout=row_keys(5, 0, 9)).at("encoder").tower(4)
+        _, layers = Keys(dropout=row_keys(5, 0, 9)).child("encoder").tower(4)
         alone = [keys.sample(SHAPES, 0.3) for keys in layers.of_each(4)]
         return [list(map(kept, keys)) for keys in (layers.sample(SHAPES, 0.3).of_each(4), alone)]
 
@@ -41,17 +41,17 @@ def test_every_layer_tower_and_place_keeps_other_units():
 
     @jax.jit
     def masks():
-        towers = [Keys(dropout=row_keys(0, 1)).at(tower).tower(3) for tower in ("encoder", "decoder")]
+        towers = [Keys(dropout=row_keys(0, 1)).child(tower).tower(3) for tower in ("encoder", "decoder")]
         every = [keys for outside, layers in towers for keys in (outside, *layers.of_each(3))]
-        kept = [keys.sample(shapes, 0.5).at(place).keep((64,), 0.5) for keys in every for place in shapes]
-        return kept + [keys.at("not sampled before").keep((64,), 0.5) for keys in every]
+        kept = [keys.sample(shapes, 0.5).child(place).keep((64,), 0.5) for keys in every for place in shapes]
+        return kept + [keys.child("not sampled before").keep((64,), 0.5) for keys in every]
 
     assert len({row.tobytes() for mask in jax.device_get(masks()) for row in mask}) == 2 * (8 * 3 + 8)
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.999])
 def test_units_are_dropped_at_the_rate(rate):
-    sample = lambda keys: Keys(dropout=keys).sample({"here": (50_000,)}, rate).at("here").keep((50_000,), rate)
+    sample = lambda keys: Keys(dropout=keys).sample({"here": (50_000,)}, rate).child("here").keep((50_000,), rate)
     kept = np.asarray(jax.jit(sample)(row_keys(*range(20))))
     spread = (rate * (1 - rate) / kept.size) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 5 * spread
@@ -63,7 +63,7 @@ def test_a_tower_samples_all_its_layers_at_once(layer_cls, monkeypatch):
     sampled = []
     sample = keys_module._sample
     monkeypatch.setattr(keys_module, "_sample", lambda keys, *rest: sampled.append(keys.shape) or sample(keys, *rest))
-    _, keys = Keys(params=jax.random.key(1), dropout=row_keys(0, 1)).at("encoder").tower(3)
+    _, keys = Keys(params=jax.random.key(1), dropout=row_keys(0, 1)).child("encoder").tower(3)
     jax.eval_shape(lambda: Tower(layer_cls).init(jax.random.key(0), jnp.zeros((2, 5, 12)), keys))
     assert sampled == [(3, 2)]
 
@@ -101,7 +101,7 @@ class LayerOfParts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, keys: Keys, bias: None, mask: Mask):
-        return x + self.part_cls(name="part")(x, keys.at("part")), None
+        return x + self.part_cls(name="part")(x, keys.child("part")), None
 
 
 class LayerOfCompiledParts(LayerOfParts):

@@ -40,7 +40,7 @@ def masks_of_steps(request) -> list[Masks]:
 
     def recorded(keys, shape, rate):
         mask = keep(keys, shape, rate)
-        jax.debug.callback(lambda mask: seen[keys.place].append(np.asarray(mask)), mask)
+        jax.debug.callback(lambda mask: seen[keys.path].append(np.asarray(mask)), mask)
         return mask
 
     model = tiny.model(dataclasses.replace(CONFIG, scan_layers=request.param == "scanned"), optimizers.sgd())
@@ -95,6 +95,6 @@ def test_places_have_different_masks(masks_of_steps):
 
 
 def test_a_mask_is_what_is_dropped():
-    keys = Keys(dropout=jax.random.split(jax.random.key(3), 4)).at("place")
+    keys = Keys(dropout=jax.random.split(jax.random.key(3), 4)).child("place")
     dropped = dropout(jnp.ones((4, 5, 64)), 0.5, keys)
     np.testing.assert_array_equal(dropped, np.broadcast_to(2.0 * keys.keep((1, 64), 0.5), dropped.shape))
