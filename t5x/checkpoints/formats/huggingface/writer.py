@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import paths, save_errors, tree
+from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
 from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
+from t5x.files.disk_space import check_space
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def write_huggingface(
         files |= tokenizer_files.tokenizer_files(vocabulary)
     files |= kept_files
     with paths.new_checkpoint(path) as directory:
-        save_errors.check_space(directory, _size(tensors) + sum(map(len, files.values())))
+        check_space(directory, _size(tensors) + sum(map(len, files.values())))
         for name, content in files.items():
             paths.write_file(directory / name, content)
         _write_weights(directory, tensors, shard_bytes)
