@@ -148,7 +148,7 @@ class Verification:
         self._problems, self._to_hash = self._check_sizes()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
         algorithms = {name: self._manifest.files[name].algorithm for name in self._to_hash}
-        self._found = pool.submit(_read_and_hash, self._directory, algorithms)
+        self._hashes = pool.submit(_read_and_hash, self._directory, algorithms)
         pool.shutdown(wait=False)
         if self._problems:
             self.finish()
@@ -156,7 +156,7 @@ class Verification:
     def finish(self) -> None:
         """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
         try:
-            hashes = self._found.result()
+            hashes = self._hashes.result()
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
         changed = [name for name in self._to_hash if hashes[name] != self._manifest.files[name]]

@@ -24,18 +24,11 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
-from t5x.checkpoints import (
-    array_writer,
-    checkpoint_reader,
-    manifest,
-    model_dir_lock,
-    paths,
-    remote_reading,
-    save_errors,
-)
+from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
+from t5x.checkpoints.remote_reading import stage
 from t5x.errors import UserError
 from t5x.files import object_stores
 from t5x.files.directory import Target
@@ -221,7 +214,7 @@ class CheckpointStore:
 
     def _readable(self, step: int) -> epath.PathLike:
         """Return a path or URL from which TensorStore can read the checkpoint of a step."""
-        return remote_reading.stage(self.path(step)) if self._is_staged else self.path(step)
+        return stage(self.path(step)) if self._is_staged else self.path(step)
 
     def _exists(self, step: int) -> bool:
         return (self._files / paths.checkpoint_name(step)).exists()

@@ -69,7 +69,7 @@ class Directory(Protocol):
     def is_directory(self, name: str) -> bool: ...
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading. A `LocalDirectory` follows links unless it was told not to."""
+        """Open a file for reading. A `LocalDirectory` follows links unless `follow_links` is False."""
 
     def read_bytes(self, name: str) -> bytes | None:
         """Return the content of a file; None if it is missing."""

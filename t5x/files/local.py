@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
+Advance = Callable[[int], None]
+Progress = Callable[[int], AbstractContextManager[Advance]]
+
 
 class FileEntry(NamedTuple):
     """A file in a listing.
@@ -48,9 +51,7 @@ class Publication:
     names: str
     markers: tuple[str, ...]
     check: Callable[[], None] = lambda: None
-    progress: Callable[[int], AbstractContextManager[Callable[[int], None]]] = (
-        lambda size: contextlib.nullcontext(lambda count: None)
-    )
+    progress: Progress = lambda size: contextlib.nullcontext(lambda count: None)
 
 
 class LocalDirectory:

@@ -54,10 +54,10 @@ def write_huggingface(
     vocabulary = tokenizer_files.single_vocabulary(vocabulary_files or {})
     generation = config_json.write_generation(config, None if vocabulary is None else vocabulary.eos_id)
     kept_files = dict(kept_files or {})
-    kept = config_json.parse_kept(kept_files.pop(tokenizer_files.CONFIG, b"{}"))
+    original_config = config_json.parse_kept(kept_files.pop(tokenizer_files.CONFIG, b"{}"))
     embedding = arrays.get("target/token_embedder/embedding")
     dtype = np.dtype(np.float32 if embedding is None else embedding.dtype)
-    model_config = config_json.write_config(config, dtype, generation, kept)
+    model_config = config_json.write_config(config, dtype, generation, original_config)
     own = {config_json.TEMPLATE: template, config_json.DATA: data}
     model_config |= {name: dict(value) for name, value in own.items() if value is not None}
     tensors = _match(config, arrays)
