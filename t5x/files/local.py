@@ -100,7 +100,7 @@ class LocalDirectory:
         }
 
     def exists(self, name: str = "") -> bool:
-        return os.path.lexists(self.path(name))
+        return (os.path.exists if self._follow_links else os.path.lexists)(self.path(name))
 
     def is_directory(self, name: str) -> bool:
         return os.path.isdir(self.path(name))

@@ -106,7 +106,7 @@ def _write_weights(directory: epath.Path, tensors: Mapping[str, LazyArray], shar
     if len(shards) > 1:
         index = {"metadata": {"total_size": _size(tensors)}, "weight_map": file_of}
         paths.write_file(directory / "model.safetensors.index.json", _dump(index))
-    weight_checksums.write(directory, digests)
+    weight_checksums.write_checksums(directory, digests)
 
 
 def _size(tensors: Mapping[str, LazyArray]) -> int:
