@@ -215,23 +215,23 @@ def _select(
     arrays: Mapping[str, LazyArray], config: Mapping[str, Any], *, to: str, layers: str
 ) -> dict[str, LazyArray]:
     """Return the arrays that the destination stores, in its layout."""
-    kept = {n: a for n, a in arrays.items() if n.startswith((layout.PARAMS, layout.STATES, "flax_mutables/"))}
+    selected = {n: a for n, a in arrays.items() if n.startswith((layout.PARAMS, layout.STATES, "flax_mutables/"))}
     if to == "hf":
-        params = {n: a for n, a in kept.items() if n.startswith(layout.PARAMS)}
-        if len(params) < len(kept):
+        params = {n: a for n, a in selected.items() if n.startswith(layout.PARAMS)}
+        if len(params) < len(selected):
             log.info("Omitting the optimizer state: a Hugging Face checkpoint stores only parameters")
         return params
     if layers == "unrolled":
-        return kept
+        return selected
     if to == "t5x":
-        return layout.stacked(kept)
+        return layout.stacked(selected)
     if not config.get("per_layer_relative_position_bias"):
         raise UserError(
             "--layers scanned --to native: T5X's network with scanned layers, scalable_t5, needs a relative position "
             "bias in every layer, as in umT5; the layers of this model share one. Omit --layers, or use --to t5x, "
             "whose scanned network can share it."
         )
-    return layout.stacked(kept, heads=config["num_heads"])
+    return layout.stacked(selected, heads=config["num_heads"])
 
 
 def _cast(name: str, array: LazyArray, dtype: str) -> LazyArray:

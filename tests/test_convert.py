@@ -221,7 +221,7 @@ def test_layers_that_differ_are_not_stacked():
 # --- What a user sees -------------------------------------------------------------------------------------------------
 
 
-def test_format_progress_and_result_are_said(tmp_path, hf, capsys):
+def test_format_progress_and_result_are_logged(tmp_path, hf, capsys):
     result = run(capsys, "convert", hf, tmp_path / "out", "--to", "native")
     assert (result.code, result.out) == (0, "")
     arrays = len(values(hf))
@@ -384,7 +384,7 @@ def test_signals(occupied, hf, capsys, signum, to):
     assert set(os.listdir(occupied.parent)) == {"out", left}
 
 
-def test_a_full_disk_is_said_before_and_while_it_fills(tmp_path, hf, capsys, monkeypatch):
+def test_full_disk_is_reported_before_and_during_writing(tmp_path, hf, capsys, monkeypatch):
     with disks.mounted(tmp_path / "disk", "40k") as disk:
         run(capsys, "convert", hf, disk / "out", "--to", "t5x").refused(str(disk), "are free")
         monkeypatch.setattr(conversion, "_check_room", lambda *args, **kwargs: None)

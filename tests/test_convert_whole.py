@@ -157,7 +157,7 @@ def test_an_mt5_with_a_trimmed_vocabulary_is_named_so(tmp_path, capsys, vocab_si
     assert "model:  mT5 of its own size" in run(capsys, "inspect", tmp_path / "hf").out
 
 
-def test_inspect_of_what_is_none(tmp_path, capsys):
+def test_inspect_of_another_file_raises_user_error(tmp_path, capsys):
     (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     run(capsys, "inspect", tmp_path / "passwd").refused(f"{tmp_path / 'passwd'} is not a checkpoint")
     run(capsys, "inspect", "").refused("path of the checkpoint is empty")

@@ -189,7 +189,7 @@ def _read_errors(directory: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _access_errors(directory: epath.PathLike) -> Iterator[None]:
-    """Convert what TensorStore raises if a server does not answer or refuses access: it says nothing about files."""
+    """Convert what TensorStore raises if a server does not answer or refuses access, which is not damage."""
     try:
         yield
     except ValueError as error:

@@ -56,7 +56,7 @@ class HostArrays:
         data = [shard for _, _, shard in shards]
         self._on_devices = _have_room(data)
         self._data = [_copied(shard) for shard in data] if self._on_devices else _to_host(data)
-        self._places = [(name, index) for name, index, _ in shards]
+        self._shard_indices = [(name, index) for name, index, _ in shards]
         self._chunks = {name: choose_chunks(_shard_shape(leaf), leaf.dtype.itemsize) for name, leaf in stored.items()}
 
     def write(self, directory: epath.PathLike) -> str:
@@ -67,9 +67,9 @@ class HostArrays:
         if self._on_devices:
             data = _to_host(data)
         creates = jax.process_index() == 0  # process 0 creates the arrays; the others only write into them
-        for name in self._chunks if creates else dict.fromkeys(name for name, _ in self._places):
+        for name in self._chunks if creates else dict.fromkeys(name for name, _ in self._shard_indices):
             writer.open(stored_name(name), self.shapes[name], self._chunks[name], create=creates)
-        for (name, index), shard in zip(self._places, data, strict=True):
+        for (name, index), shard in zip(self._shard_indices, data, strict=True):
             writer.write(stored_name(name), index, shard)
         writer.commit()
         return mine

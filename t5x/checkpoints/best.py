@@ -83,9 +83,12 @@ class Ranking:
         if values is None:
             return set(steps)
         worst = -math.inf if rule.mode == "max" else math.inf
-        value = lambda step: worst if math.isnan(values[step]) else values[step]
         sign = -1 if rule.mode == "max" else 1
-        ranked = sorted((step for step in steps if step in values), key=lambda step: (sign * value(step), step))
+
+        def rank(step: int) -> tuple[float, int]:
+            return sign * (worst if math.isnan(values[step]) else values[step]), step
+
+        ranked = sorted((step for step in steps if step in values), key=rank)
         if ranked and not math.isnan(values[ranked[0]]):
             self._record_best(ranked[0], values[ranked[0]])
         unranked = [step for step in steps if step not in values]
@@ -112,7 +115,7 @@ class Ranking:
     def values(self) -> dict[int, float] | None:
         """Return {step: value}, empty if nothing was written, None if only other metrics were (a misspelt name)."""
         misspelt = False
-        for path, name in self._places():
+        for path, name in self._sources():
             records = [record for record, _ in jsonl.read(path)]
             values = {record["step"]: float(record[name]) for record in records if name in record and "step" in record}
             if values:
@@ -122,20 +125,20 @@ class Ranking:
                 self._warn_missing(path, name, records)
         return None if misspelt else {}
 
-    def _places(self) -> list[tuple[str, str]]:
+    def _sources(self) -> list[tuple[str, str]]:
         """Return the possible (file, name in it) of the metric: task and metric names may both contain slashes."""
-        group, *rest = self.rule.metric.split("/")
+        group, *names = self.rule.metric.split("/")
         if group == "train":
-            return [(os.path.join(self._model_dir, group, METRICS_FILE), "/".join(rest))]
-        places = []
-        for cut in range(len(rest) - 1, 0, -1):
-            task, name = "/".join(rest[:cut]), "/".join(rest[cut:])
+            return [(os.path.join(self._model_dir, group, METRICS_FILE), "/".join(names))]
+        sources = []
+        for cut in range(len(names) - 1, 0, -1):
+            task, name = "/".join(names[:cut]), "/".join(names[cut:])
             if group == "training_eval":
                 path = os.path.join(self._model_dir, group, task, METRICS_FILE)
             else:
                 path, name = os.path.join(self._model_dir, group, f"{task}-metrics.jsonl"), name.removeprefix("eval/")
-            places.append((path, name))
-        return places
+            sources.append((path, name))
+        return sources
 
     def _warn_missing(self, path: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         if path not in self._warned:

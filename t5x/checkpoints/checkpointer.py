@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,12 +139,15 @@ class Checkpointer:
         else:
             stored = {name: array.dtype for name, array in source.arrays.items()}
             flat = tree.flatten({"target": abstract["target"]})
-            kept = {name: x.update(dtype=stored.get(name, x.dtype)) for name, x in flat.items()}
-            abstract["target"] = tree.nest(kept)["target"]
+            as_stored = {name: x.update(dtype=stored.get(name, x.dtype)) for name, x in flat.items()}
+            abstract["target"] = tree.nest(as_stored)["target"]
         initial = None
         if fallback_state is not None:
             flat = tree.flatten(fallback_state)
-            initial = lambda names: {name: jnp.asarray(flat[name]) for name in names if name in flat}
+
+            def initial(names: Collection[str]) -> dict[str, jax.Array]:
+                return {name: jnp.asarray(flat[name]) for name in names if name in flat}
+
             rules = RestoreRules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
         axes = jax.tree.map(lambda _: None, abstract)
         return self._train_state.restore_state(transfer.restore(source, abstract, axes, rules=rules, initial=initial))

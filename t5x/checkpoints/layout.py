@@ -207,9 +207,9 @@ def _unstacked(
     shape = array.shape[:axis] + array.shape[axis + 1 :]
     layers = []
     for number in range(depth):
-        one = LazyArray(shape, array.dtype, functools.partial(layer, number))
+        single = LazyArray(shape, array.dtype, functools.partial(layer, number))
         # A factored slot of an attention kernel may have separate axes for heads and head dimension.
-        layers.append(one.reshape((one.size,)) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
+        layers.append(single.reshape((single.size,)) if slot in ("v_row", "v_col") else _flat_heads(rest, single))
     return layers
 
 

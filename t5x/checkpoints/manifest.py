@@ -71,24 +71,25 @@ class Manifest:
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord] | None = None) -> Manifest:
-    """Hash everything in `directory` (a few files at a time) and write its manifest.
+def write(directory: epath.PathLike, step: int) -> None:
+    """Write the manifest of a directory. On a disk, it is durable only after `atomic.sync_tree`."""
+    open_files(directory).create(paths.MANIFEST, describe(directory, step).to_bytes())
 
-    On a disk, it is durable only after `atomic.sync_tree`.
+
+def describe(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord] | None = None) -> Manifest:
+    """Hash everything in `directory`, a few files at a time, and return its manifest.
 
     Args:
       hashed: records of files that have been hashed already. The files must exist with the same size.
     """
-    hashed, files = hashed or {}, open_files(directory)
-    entries = {name: entry for name, entry in files.list().items() if name not in (paths.PINNED, paths.UNFINISHED)}
+    hashed, listed = hashed or {}, open_files(directory).list()
+    entries = {name: entry for name, entry in listed.items() if name not in (paths.PINNED, paths.UNFINISHED)}
     for name, record in hashed.items():
         if name not in entries or entries[name].size != record.size:
             size = f"has {entries[name].size} bytes instead of {record.size}" if name in entries else "is missing"
             raise OSError(errno.ENOENT, f"{name} {size}", os.fspath(directory))
     others = {name: entry for name, entry in entries.items() if name not in hashed}
-    manifest = Manifest(step, {**hash_files(directory, others), **hashed})
-    files.create(paths.MANIFEST, manifest.to_bytes())
-    return manifest
+    return Manifest(step, {**hash_files(directory, others), **hashed})
 
 
 def read(directory: epath.PathLike) -> Manifest:
@@ -147,7 +148,7 @@ class Verification:
         self._problems, self._to_hash = self._check_sizes()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
         algorithms = {name: self._manifest.files[name].algorithm for name in self._to_hash}
-        self._found = pool.submit(_read_and_hash, self._directory, algorithms)
+        self._hashes = pool.submit(_read_and_hash, self._directory, algorithms)
         pool.shutdown(wait=False)
         if self._problems:
             self.finish()
@@ -155,7 +156,7 @@ class Verification:
     def finish(self) -> None:
         """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
         try:
-            hashes = self._found.result()
+            hashes = self._hashes.result()
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
         changed = [name for name in self._to_hash if hashes[name] != self._manifest.files[name]]

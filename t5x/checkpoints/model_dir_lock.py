@@ -20,7 +20,7 @@ from t5x.partitioning import distributed
 LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"
 
-_taken: set["ModelDirLock"] = set()
+_held_locks: set["ModelDirLock"] = set()
 _renewal = threading.Lock()
 
 _SHARED_PATIENCE = 30  # seconds until a file written by another host must be visible
@@ -37,7 +37,7 @@ class ModelDirLock:
             train()
 
     Raises:
-      UserError: another process holds it (the message says which, where and since when), or MODEL_DIR is unusable.
+      UserError: another process holds it (the message names it, its host and its start), or MODEL_DIR is unusable.
     """
 
     def __init__(self, directory: epath.PathLike):
@@ -53,13 +53,13 @@ class ModelDirLock:
             raise
 
     def _take(self) -> dict[str, Any]:
-        """Take the lock, on process 0; return what the lock's file says about its owner."""
+        """Take the lock, on process 0; return the record of its owner in the lock's file."""
         if is_remote(self.directory):
             self._lease = Lease.acquire(f"{self.directory}/{LEASE_FILE}", f"MODEL_DIR {self.directory}")
             owner = self._lease.holder
         else:
             owner = self._lock()
-        _taken.add(self)
+        _held_locks.add(self)
         return _owner(owner)
 
     def _lock(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ModelDirLock:
             self._lease.release()
         locks.release(self._descriptor)
         self._descriptor = None
-        _taken.discard(self)
+        _held_locks.discard(self)
 
     def renew(self) -> bool:
         """Take the lock again if MODEL_DIR was removed. Return False if its parent is gone too, perhaps with a disk."""
@@ -134,7 +134,7 @@ def renew(directory: epath.PathLike) -> None:
     path = paths.location(directory)
     lock_file = os.path.join(path, LOCK_FILE)
     with _renewal:
-        for held in [held for held in _taken if held.directory == path]:
+        for held in [held for held in _held_locks if held.directory == path]:
             if held._lease is not None:
                 held._lease.check()
             elif (fd := held._descriptor) is not None and locks.is_held(fd) and not locks.is_at(fd, lock_file):
@@ -147,8 +147,8 @@ def is_held_elsewhere(directory: epath.PathLike) -> bool:
     path = paths.location(directory)
     if not is_remote(path):
         return locks.is_held_elsewhere(os.path.join(path, LOCK_FILE))
-    ours = [_owner(held._lease.holder) for held in _taken if held.directory == path and held._lease is not None]
-    return (owner := _read_owner(path)) is not None and owner not in ours
+    own = [_owner(held._lease.holder) for held in _held_locks if held.directory == path and held._lease is not None]
+    return (owner := _read_owner(path)) is not None and owner not in own
 
 
 def describe_owner(directory: epath.PathLike) -> str:

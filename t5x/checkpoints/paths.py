@@ -27,21 +27,24 @@ from t5x.files import atomic
 from t5x.files import directory as directory_files
 from t5x.files.directory import Directory
 from t5x.files.disk_space import human_size as human_size
-from t5x.files.local import LocalDirectory
+from t5x.files.local import LocalDirectory, Publication
 from t5x.files.local import walk as walk
 from t5x.files.local import write_file as write_file
 from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_directory import UNFINISHED as UNFINISHED
 from t5x.files.remote_directory import RemoteDirectory
 from t5x.files.system_errors import errno_of, first_line
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
+from t5x.telemetry import copy_progress
 
 STATE = "state"
 MANIFEST = "MANIFEST.json"
 PINNED = "PINNED"
-UNFINISHED = "UNFINISHED"
 DATASET_STATE = "dataset/train-000-of-001.json"  # the data position of all rows, for any number of processes
 
+MARKERS = (MANIFEST, "config.json", "checkpoint", "_METADATA", "manifest.ocdbt")  # of ours, and of other formats
 _STEP = r"checkpoint_(0|[1-9][0-9]*)"
+CHECKPOINTS = Publication(_STEP, MARKERS, progress=copy_progress)
 
 
 def location(path: epath.PathLike) -> str:
@@ -87,16 +90,13 @@ def list_steps(directory: epath.PathLike) -> list[int]:
 
     An empty directory is not a checkpoint.
     """
-    if not os.path.isdir(directory):
-        return []
-    with os.scandir(directory) as entries:
-        named = [(step, entry) for entry in entries if (step := step_of(entry.name)) is not None]
-    return sorted(step for step, entry in named if entry.is_dir() and os.listdir(entry))
+    return published_steps(LocalDirectory(os.fspath(directory)))
 
 
-def is_temporary(path: epath.PathLike) -> bool:
-    """Return whether `unique_name` makes (or made in old versions) this name for unfinished checkpoints."""
-    return re.fullmatch(_STEP + r"\.tmp-[0-9]+(-[0-9a-f]+){2}", os.path.basename(os.fspath(path))) is not None
+def published_steps(directory: Directory) -> list[int]:
+    """Return the steps of the finished checkpoints in a MODEL_DIR, ascending."""
+    children = directory.children(CHECKPOINTS)
+    return sorted(step for name, finished in children.items() if finished and (step := step_of(name)) is not None)
 
 
 def is_set_aside(path: epath.PathLike) -> bool:

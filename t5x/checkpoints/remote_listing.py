@@ -65,7 +65,7 @@ def list_checkpoint(path: RemotePath) -> Listing:
 
 def is_checkpoint(names: Mapping[str, Any]) -> bool:
     """Return whether a directory with these entries is a checkpoint of a format that occupies one directory."""
-    return any(name in names for name in (paths.MANIFEST, HUGGINGFACE, NATIVE, *ORBAX))
+    return any(name in names for name in paths.MARKERS)
 
 
 def _directory(path: RemotePath) -> Listing:

@@ -6,26 +6,20 @@ removes its files.
 """
 
 import contextlib
+import dataclasses
 import logging
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
 from etils import epath
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
+from t5x.checkpoints.remote_listing import is_checkpoint
 from t5x.errors import UserError
 from t5x.files.disk_space import human_size
 from t5x.files.lease import Lease
-from t5x.files.remote import RemotePath, retried, run_concurrently
-from t5x.files.remote_directory import upload_directory
-from t5x.files.remote_errors import explained
-from t5x.telemetry import copy_progress
-
-if TYPE_CHECKING:
-    from fsspec import Callback
+from t5x.files.local import Publication
+from t5x.files.remote import RemotePath
+from t5x.files.remote_directory import RemoteDirectory, upload_directory
 
 log = logging.getLogger(__name__)
 
@@ -42,107 +36,42 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
     destination = RemotePath.parse(url)
     exists = _check_destination(destination, overwrite)
     with upload_directory() as directory, Lease.acquire(f"{destination.url}/{paths.UNFINISHED}", url) as lease:
+        publication = dataclasses.replace(paths.CHECKPOINTS, check=lease.check)
         if not exists:
-            clear(destination)  # what a killed program left
+            RemoteDirectory(destination).clear(publication)  # what a killed program left
         path = epath.Path(directory) / destination.name
         yield path
         lease.check()
-        _publish(path, destination, lease.check, overwrite=overwrite)
+        _publish(path, destination, publication, overwrite=overwrite)
 
 
-def _publish(directory: epath.PathLike, destination: RemotePath, check: Callable[[], None], *, overwrite: bool) -> None:
+def _publish(path: epath.PathLike, destination: RemotePath, publication: Publication, *, overwrite: bool) -> None:
     """Copy a local checkpoint to a remote path.
 
     The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
     files are removed. An existing checkpoint is removed only when the new one is complete beside it.
     """
     exists = _check_destination(destination, overwrite)
-    sizes = {name: status.st_size for name, status in paths.walk(directory)}
-    target = destination.parent / f"{destination.name}.{paths.UNFINISHED}" if exists else destination
-    log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes.values())), destination.url)
+    sizes = [status.st_size for _, status in paths.walk(path)]
+    final = RemoteDirectory(destination)
+    target = RemoteDirectory(destination.parent) / f"{destination.name}.{paths.UNFINISHED}" if exists else final
+    log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes)), final)
     try:
         if exists:
-            clear(target)  # what a killed program left
-        upload(directory, target, check)
+            target.clear(publication)  # what a killed program left
+        target.upload(path, publication)
     except BaseException:
-        _try_to_clear(target, check)
+        _try_to_clear(target, publication)
         raise
     if exists:
         try:
-            check()
-            clear(destination)
-            copy(target, destination, check)
+            publication.check()
+            final.clear(publication)
+            final.copy_from(target, publication)
         except UserError as error:
-            raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
-        _try_to_clear(target, check)
-    log.info("wrote %s", destination.url)
-
-
-def _allow() -> None:
-    """Do nothing: nobody else writes there."""
-
-
-def upload(directory: epath.PathLike, destination: RemotePath, check: Callable[[], None] = _allow) -> None:
-    """Copy a local checkpoint to a remote directory, the file that makes it valid last.
-
-    Args:
-      check: raises a UserError if this program may no longer write there.
-    """
-    sizes = {name: status.st_size for name, status in paths.walk(directory)}
-    stopped = threading.Event()
-    with copy_progress(sum(sizes.values())) as advance:
-        callback = _callback(advance, stopped)
-        put = lambda file, name: file.fs.put_file(os.path.join(directory, name), file.path, callback=callback)
-        _fill(destination, sizes, put, check, stopped)
-
-
-def copy(source: RemotePath, destination: RemotePath, check: Callable[[], None] = _allow) -> None:
-    """Copy a checkpoint on its server, the file that makes it valid last; `check` as in `upload`."""
-    sizes = {name: info["size"] for name, info in source.descendants().items()}
-    _fill(destination, sizes, lambda file, name: file.fs.cp_file((source / name).path, file.path), check)
-
-
-def _fill(
-    directory: RemotePath,
-    sizes: Mapping[str, int],
-    put: Callable[[RemotePath, str], Any],
-    check: Callable[[], None],
-    stopped: threading.Event | None = None,
-) -> None:
-    """Copy every file into a remote directory, the one that makes the checkpoint valid last, and verify the sizes."""
-
-    def put_one(name: str) -> None:
-        file = directory / name
-
-        def put_once() -> None:
-            with explained(file.url):
-                put(file, name)
-
-        retried(put_once)
-
-    last = next((name for name in (paths.MANIFEST, HUGGINGFACE, NATIVE) if name in sizes), None)
-    for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):
-        check()
-        run_concurrently(put_one, [(name,) for name in names], stopped)
-        directory.fs.invalidate_cache()
-        found = {name: info["size"] for name, info in directory.descendants().items()}
-        if wrong := [name for name in names if found.get(name) != sizes[name]]:
-            raise UserError(
-                f"{(directory / wrong[0]).url} has {found.get(wrong[0])} bytes, not {sizes[wrong[0]]}. Start again."
-            )
-
-
-def _callback(advance: Callable[[int], None], stopped: threading.Event) -> "Callback":
-    """Return an fsspec callback that reports progress, and aborts the upload once `stopped` is set."""
-    from fsspec import Callback
-
-    class Watch(Callback):
-        def relative_update(self, inc: int = 1) -> None:
-            if stopped.is_set():
-                raise InterruptedError
-            advance(inc)
-
-    return Watch()
+            raise UserError(f"{error} The new checkpoint is complete at {target}: move it.") from error
+        _try_to_clear(target, publication)
+    log.info("wrote %s", final)
 
 
 def _check_destination(path: RemotePath, overwrite: bool) -> bool:
@@ -163,18 +92,9 @@ def _check_destination(path: RemotePath, overwrite: bool) -> bool:
     return True
 
 
-def clear(directory: RemotePath) -> None:
-    """Remove a checkpoint, the files that identify it first. UNFINISHED stays."""
-    directory.fs.invalidate_cache()
-    names = [name for name in directory.descendants() if name != paths.UNFINISHED]
-    identifying = [name for name in names if is_checkpoint({name: None})]
-    for group in (identifying, [name for name in names if name not in identifying]):
-        run_concurrently(RemotePath.remove, [(directory / name,) for name in group])
-
-
-def _try_to_clear(directory: RemotePath, check: Callable[[], None]) -> None:
+def _try_to_clear(directory: RemoteDirectory, publication: Publication) -> None:
     try:
-        check()
-        clear(directory)
+        publication.check()
+        directory.clear(publication)
     except UserError as error:
-        log.warning("%s could not be removed; remove it by hand: %s", directory.url, error)
+        log.warning("%s could not be removed; remove it by hand: %s", directory, error)

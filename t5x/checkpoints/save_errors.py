@@ -19,13 +19,6 @@ class VanishedFiles(UserError):
     """Files were removed while they were being written. The next save may succeed."""
 
 
-def check_space(directory: epath.Path, needed: int) -> None:
-    """Raise the error of a full disk before gigabytes are written to it."""
-    free = free_bytes(directory)
-    if free is not None and free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def explain_access(error: BaseException, directory: epath.PathLike) -> BaseException:
     """Return the error to raise for one of a remote MODEL_DIR's driver; any other error as it is."""
     from_driver = isinstance(error, OSError) or (isinstance(error, ValueError) and tensorstore_status(error))

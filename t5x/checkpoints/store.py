@@ -2,7 +2,7 @@
 
 A save goes through these stages. Killed at any point, it leaves either no `checkpoint_<step>` or a complete one.
 
-    in the caller's thread    1. begin a checkpoint (see checkpoint_places.py)
+    in the caller's thread    1. begin a checkpoint (see files/directory.py)
                               2. copy the arrays, on the devices or to the host   -> save() returns
     in the background         3. write the arrays to state/, flush and hash the files
                               4. join the processes' parts; write the sidecars and MANIFEST.json; flush everything
@@ -26,10 +26,13 @@ from etils import epath
 
 from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
-from t5x.checkpoints.checkpoint_places import open_place
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
+from t5x.checkpoints.remote_reading import stage
 from t5x.errors import UserError
+from t5x.files import object_stores
+from t5x.files.directory import Target
+from t5x.files.remote import is_remote
 from t5x.files.remote_errors import TransientError
 from t5x.partitioning import distributed
 
@@ -86,8 +89,16 @@ class CheckpointStore:
     ):
         if keep is not None and keep < 1:
             raise UserError(f"keep={keep}: at least one checkpoint must be kept. Use None to keep all.")
-        self._place = open_place(directory)
-        self.directory = self._place.directory
+        self._files = open_files(directory)
+        self.directory: epath.PathLike = str(self._files) if is_remote(directory) else epath.Path(str(self._files))
+        self._is_staged = not object_stores.has_driver(str(self._files))
+        if self._is_staged and jax.process_count() > 1:
+            raise UserError(
+                f"{directory}: runs of several processes write checkpoints to gs://, s3:// or a directory that all of "
+                "them share. Choose one of these as MODEL_DIR."
+            )
+        self._publication = dataclasses.replace(paths.CHECKPOINTS, check=self._check_lock)
+        self._existed = not is_remote(directory) and self._files.exists()
         self.keep = keep
         self.best = best
         self._thread: threading.Thread | None = None
@@ -95,6 +106,8 @@ class CheckpointStore:
         self._failure: BaseException | None = None
         self._failed_saves = 0  # since the last that succeeded
         self._in_flight: str | None = None
+        self._target: Target | None = None  # on process 0
+        self._abandoned: list[Target] = []
         self._whole: set[int] = set()  # steps this object has verified or written
 
     # --- Writing
@@ -179,13 +192,16 @@ class CheckpointStore:
                 f"{self.directory} is in use by {model_dir_lock.describe_owner(self.directory)}, which may be writing "
                 "a checkpoint: unfinished ones cannot be removed now."
             )
-        self._place.remove_unfinished(self._in_flight)
+        for name, finished in self._files.children(self._publication).items():
+            if not finished and self._files.path(name) != self._in_flight:
+                _logger.info("Removing %s, left unfinished by an earlier run", self._files.path(name))
+                self._files.unpublish(name, self._publication)
 
     # --- Reading (checkpoint_reader.py works on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
-        return self._place.steps()
+        return paths.published_steps(self._files)
 
     def newest_step(self) -> int | None:
         """Return the newest step that has a checkpoint of ours, or None. Reads only manifests."""
@@ -193,7 +209,15 @@ class CheckpointStore:
 
     def path(self, step: int) -> epath.PathLike:
         """Return the path or URL of a step's checkpoint, whether or not it exists."""
-        return self._place.path(step)
+        path = self._files.path(paths.checkpoint_name(step))
+        return path if is_remote(path) else epath.Path(path)
+
+    def _readable(self, step: int) -> epath.PathLike:
+        """Return a path or URL from which TensorStore can read the checkpoint of a step."""
+        return stage(self.path(step)) if self._is_staged else self.path(step)
+
+    def _exists(self, step: int) -> bool:
+        return (self._files / paths.checkpoint_name(step)).exists()
 
     def latest_whole(self) -> tuple[epath.PathLike | None, list[tuple[epath.PathLike, str]]]:
         """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
@@ -215,7 +239,7 @@ class CheckpointStore:
         """
         damaged: list[tuple[epath.PathLike, str]] = []
         for step in distributed.decide(self._topic("steps"), lambda: self.steps()[::-1]):
-            path, readable, result, error = self.path(step), self._place.readable(step), None, None
+            path, readable, result, error = self.path(step), self._readable(step), None, None
             verification: list[manifest.Verification] = []  # on process 0
             begin = lambda path=readable, begun=verification: begun.append(manifest.Verification(path))
             reason = self._find_damage("begun", step, begin)
@@ -245,7 +269,7 @@ class CheckpointStore:
             try:
                 verify()
             except DamagedCheckpoint as error:
-                if not self._place.exists(step):
+                if not self._exists(step):
                     return ""
                 _logger.warning("Skipping %s: %s", self.path(step), error.reason)
                 return error.reason
@@ -268,7 +292,8 @@ class CheckpointStore:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._place.clean_up()
+        for target in self._abandoned:
+            target.discard()
         failure, self._failure = self._failure, None
         return failure
 
@@ -286,12 +311,16 @@ class CheckpointStore:
             _logger.warning("The save before failed. Saving step %d now; if that fails too, the run stops", step)
         _check_sidecars(sidecars)
         try:
-            self._place.make(step)
-            model_dir_lock.renew(self.directory)
+            self._make_directory(step)
+            self._check_lock()
             if self._is_taken(step):
                 return None
-            self._in_flight = self._place.begin(step, needed)
+            self._target = self._files.begin(paths.checkpoint_name(step), self._publication, needed)
+            self._in_flight = self._target.path
+            (open_files(self._in_flight) / paths.STATE).make()
         except BaseException as error:
+            if self._in_flight is not None:
+                self._abandon(self._in_flight)
             understandable = self._explain(error, step, needed)
             if not isinstance(understandable, TransientError) or self._failed_saves:
                 raise understandable from error.__cause__
@@ -299,6 +328,23 @@ class CheckpointStore:
             _logger.error("%s was not saved: %s", self.path(step), understandable)
             return None
         return self._in_flight
+
+    def _make_directory(self, step: int) -> None:
+        """Create MODEL_DIR, also if it was removed during the run: the current state can still be saved."""
+        if is_remote(self.directory):
+            return
+        if self._existed and not self._files.exists():
+            if not os.path.isdir(os.path.dirname(self.directory)):
+                raise UserError(
+                    f"checkpoint_{step} could not be saved: MODEL_DIR {self.directory} is gone, and so is the "
+                    "directory above it. If a disk was unmounted, mount it again and restart with the same command."
+                )
+            _logger.warning("MODEL_DIR %s was removed with its contents; creating it for step %d", self.directory, step)
+        paths.make_model_dir(self.directory)
+        self._existed = True
+
+    def _check_lock(self) -> None:
+        model_dir_lock.renew(self.directory)
 
     def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:
         return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
@@ -345,7 +391,7 @@ class CheckpointStore:
         if not target.exists(directory):
             return "", {}
         records = manifest.hash_files(save.target, target.list(directory), flush=True)
-        self._place.flush(f"{save.target}/{directory}", {os.path.relpath(name, directory) for name in records})
+        target.flush(directory, flushed={os.path.relpath(name, directory) for name in records})
         return part, {name: dataclasses.asdict(record) for name, record in records.items()}
 
     def _complete(self, save: _Save, reports: list[dict[str, Any]], error: BaseException | None) -> int:
@@ -353,7 +399,7 @@ class CheckpointStore:
         try:
             if error is not None:
                 raise error
-            assert save.arrays is not None  # there was no error
+            assert save.arrays is not None and self._target is not None  # there was no error
             distributed.raise_first([report["error"] for report in reports])
             hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
             parts = [report["part"] for report in reports if report["part"]]
@@ -365,14 +411,13 @@ class CheckpointStore:
             for name, content in files.items():
                 target.create(name, content)
             self._before_publishing()
-            model_dir_lock.renew(self.directory)
-            records = manifest.write(save.target, save.step, hashed).files
-            self._place.flush(save.target, hashed)
-            self._place.publish(save.target, save.step)
+            self._check_lock()
+            listing = manifest.describe(save.target, save.step, hashed)
+            self._target.commit(listing.to_bytes(), flushed=hashed)
         except BaseException as caught:
             self._abandon(save.target)
             raise self._explain(caught, save.step, save.needed) from caught.__cause__
-        return sum(record.size for record in records.values())
+        return sum(record.size for record in listing.files.values())
 
     def _retire(self, saved: int) -> None:
         """Remove the checkpoints up to the one just saved, except the newest `keep` and the best ones.
@@ -383,7 +428,7 @@ class CheckpointStore:
         try:
             steps = [step for step in self.steps() if step <= saved and self._has(step, paths.MANIFEST)]
             if steps:
-                model_dir_lock.renew(self.directory)
+                self._check_lock()
             best = self.best.retained(steps) if self.best is not None else set()
             for step in steps[: -self.keep] if self.keep is not None else []:
                 if step in best or self._has(step, paths.PINNED):
@@ -391,7 +436,7 @@ class CheckpointStore:
                 also = "" if self.best is None else f", and the best by {self.best.rule.metric}"
                 _logger.info("Removing %s: the newest %d are kept%s", self.path(step), self.keep, also)
                 self._whole.discard(step)
-                self._place.remove(step)
+                self._files.unpublish(paths.checkpoint_name(step), self._publication)
         except (OSError, UserError) as error:
             _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
@@ -400,14 +445,15 @@ class CheckpointStore:
 
     def _abandon(self, target: str) -> None:
         """Remove an unfinished checkpoint, on process 0 and once."""
-        if self._in_flight == target and distributed.is_leader():
-            self._place.discard(target)
+        if self._in_flight == target and self._target is not None and distributed.is_leader():
+            self._target.discard()
+            self._abandoned.append(self._target)
         self._in_flight = None
 
     def _is_taken(self, step: int) -> bool:
         """Return whether a complete checkpoint_<step> of ours exists, which must not be replaced."""
         path = self.path(step)
-        if not self._place.exists(step):
+        if not self._exists(step):
             return False
         if not self._has(step, paths.MANIFEST):
             _logger.warning("%s is not a complete checkpoint of this program; it makes way for step %d", path, step)

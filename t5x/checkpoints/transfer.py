@@ -84,32 +84,32 @@ class Fitting:
         flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)  # type: ignore[attr-defined]
         self._axes = dict(zip(self._leaves, flat_axes, strict=True))
         self._fresh: Mapping[str, jax.Array] = {}
-        self._wanted = self._canonical_leaves()
+        self._expected = self._canonical_leaves()
         decided = self._decided()
 
         source_arrays = canonical_arrays(source)
         if source.step is not None:
             source_arrays[_STEP] = _lazy(np.int32(source.step))
         self._order = {name: place for place, name in enumerate(source_arrays)}
-        self._origin = {name: decided.get(name, name) for name in self._wanted}
+        self._origin = {name: decided.get(name, name) for name in self._expected}
         used = {*self._origin.values(), *decided}
         mapped = {name: source_arrays[old] for name, old in self._origin.items() if old in source_arrays}
         state = self._transformed(mapped | {name: array for name, array in source_arrays.items() if name not in used})
 
-        self._found = {name: state[name] for name in self._wanted if name in state}
-        self._left = {name for name, old in decided.items() if old is None and name not in self._found}
+        self._available = {name: state[name] for name in self._expected if name in state}
+        self._excluded = {name for name, old in decided.items() if old is None and name not in self._available}
         roots = {name.split("/")[0] for name in self._leaves} - {"state"}
-        self._surplus = {n: a for n, a in state.items() if n not in self._wanted and n.split("/")[0] in roots}
+        self._surplus = {n: a for n, a in state.items() if n not in self._expected and n.split("/")[0] in roots}
         self.step = int(np.asarray(state[_STEP])) if _STEP in state else None
 
     def has_optimizer_state(self) -> bool:
         """Return whether the network's whole optimizer state is available in its shapes, by the rules."""
         names = self._within(["state/param_states"])
-        if not names.intersection(self._found):
+        if not names.intersection(self._available):
             return not names
-        allowed = names if self._rules.fallback_to_scratch else self._left
+        allowed = names if self._rules.fallback_to_scratch else self._excluded
         return all(
-            self._found[name].shape == self._wanted[name].shape if name in self._found else name in allowed
+            self._available[name].shape == self._expected[name].shape if name in self._available else name in allowed
             for name in names
         )
 
@@ -123,7 +123,7 @@ class Fitting:
         part = tree.flatten(abstract)
         names = self._within(part)
         self._check(names)
-        if filled := names - self._found.keys():
+        if filled := names - self._available.keys():
             kin = {_kin(name) for name in filled}
             assert initial is not None, "rules that initialize arrays need `initial`"
             self._fresh = initial([name for name in part if _kin(name) in kin])
@@ -135,7 +135,7 @@ class Fitting:
         # Follow the order of the checkpoint, so that its stacked layers are read only once.
         for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name) or "", -1)):
             dtype = part[name].dtype
-            leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(arranged[name], part[name])
+            leaves[name] = self._fresh[name].astype(dtype) if name in filled else _transfer(arranged[name], part[name])
         self._fresh = {}
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in part])
 
@@ -157,16 +157,16 @@ class Fitting:
         if not self._rules.assignments:
             return {}
         also: list[str] = []
-        if not any(name.startswith(layout.STATES) for name in self._wanted):
-            paths = [name.removeprefix(layout.PARAMS) for name in self._wanted]
+        if not any(name.startswith(layout.STATES) for name in self._expected):
+            paths = [name.removeprefix(layout.PARAMS) for name in self._expected]
             also = [_STEP, *(f"{layout.STATES}{path}/{slot}" for path in paths for slot in SLOTS)]
-        return self._rules.assignments.sources(self._wanted, also=also)
+        return self._rules.assignments.sources(self._expected, also=also)
 
     def _transformed(self, state: dict[str, LazyArray]) -> dict[str, LazyArray]:
         if not self._rules.state_transformation_fns:
             return state
         nested = tree.nest({name: array if array.shape else array.read() for name, array in state.items()})
-        target = tree.nest({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self._wanted.items()})
+        target = tree.nest({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self._expected.items()})
         for function in self._rules.state_transformation_fns:
             log.info("applying %s to the state of the checkpoint", getattr(function, "__name__", function))
             nested = function(nested, target, is_resuming=self._rules.is_resuming)
@@ -180,26 +180,26 @@ class Fitting:
     def _within(self, part: Iterable[str]) -> set[str]:
         """Return the canonical names in the sections of these leaves."""
         sections = {tree.section(name) for name in part}
-        return {name for name in self._wanted if tree.section(name) in sections}
+        return {name for name in self._expected if tree.section(name) in sections}
 
     def _arranged(self, names: Collection[str]) -> dict[str, LazyArray]:
         """Return those of `names` that are found or may be initialized, in the network's layout."""
         canonical = {}
         for name in names:
-            if name in self._found:
-                canonical[name] = self._found[name]
-            elif name in self._left or self._rules.fallback_to_scratch:
-                canonical[name] = self._wanted[name]
+            if name in self._available:
+                canonical[name] = self._available[name]
+            elif name in self._excluded or self._rules.fallback_to_scratch:
+                canonical[name] = self._expected[name]
         if any(name.startswith(layout.STATES) for name in names):  # slots are arranged by parameter shapes
-            canonical = {n: a for n, a in self._wanted.items() if n.startswith(layout.PARAMS)} | canonical
+            canonical = {n: a for n, a in self._expected.items() if n.startswith(layout.PARAMS)} | canonical
         return layout.arranged(canonical, self._leaves, self._axes)
 
     # --- Errors and logs
 
     def _check(self, names: Collection[str]) -> None:
-        fill = self._wanted.keys() - self._found.keys() if self._rules.fallback_to_scratch else self._left
-        expected = {name: leaf for name, leaf in self._wanted.items() if name in names and name not in fill}
-        actual = {name: self._found[name] for name in expected if name in self._found}
+        fill = self._expected.keys() - self._available.keys() if self._rules.fallback_to_scratch else self._excluded
+        expected = {name: leaf for name, leaf in self._expected.items() if name in names and name not in fill}
+        actual = {name: self._available[name] for name in expected if name in self._available}
         if self._rules.strict and any(not name.startswith("state/") for name in names):
             actual |= self._surplus
         if table := tree.difference_by_name(expected, actual):
@@ -221,16 +221,16 @@ class Fitting:
         )
 
     def _report(self, names: Collection[str]) -> None:
-        names = [name for name in self._wanted if name in names]
+        names = [name for name in self._expected if name in names]
         what = "parameters" if any(name.startswith(layout.PARAMS) for name in names) else "arrays of optimizer state"
-        restored = [name for name in names if name in self._found]
+        restored = [name for name in names if name in self._available]
         level = logging.DEBUG if len(restored) == len(names) else logging.INFO
         log.log(level, "%d of %d %s are restored from %s", len(restored), len(names), what, self._source.path)
         renamed = [f"{name} <- {old}" for name in restored if (old := self._origin[name]) not in (None, name)]
-        missing = [name for name in names if name not in self._found and name not in self._left]
-        rows = [f"{name} {list(self._wanted[name].shape)}" for name in missing]
+        missing = [name for name in names if name not in self._available and name not in self._excluded]
+        rows = [f"{name} {list(self._expected[name].shape)}" for name in missing]
         _log_names("%d are restored from other names (assignment_map)", renamed)
-        _log_names("%d keep their initial values (assignment_map)", [n for n in names if n in self._left])
+        _log_names("%d keep their initial values (assignment_map)", [n for n in names if n in self._excluded])
         _log_names("%d are not in the checkpoint and keep their initial values (fallback_to_scratch)", rows)
         if what == "parameters":
             _log_names("%d of the checkpoint are ignored (strict=False)", list(self._surplus))
@@ -281,7 +281,7 @@ def _lazy(leaf: Any) -> LazyArray:
     return LazyArray(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
 
 
-def _place(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _transfer(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     value = np.asarray(array.read()).astype(leaf.dtype, copy=False)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
@@ -295,5 +295,5 @@ def _looks_like(source: Source) -> str:
 
 def _log_names(text: str, names: list[str]) -> None:
     if names:
-        rest = [f"… and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
-        log.info(f"{text}:\n  %s", len(names), "\n  ".join(names[:_MAX_LISTED] + rest))
+        more = [f"… and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+        log.info(f"{text}:\n  %s", len(names), "\n  ".join(names[:_MAX_LISTED] + more))

@@ -64,11 +64,11 @@ class CacheEntry(NamedTuple):
 
     @property
     def path(self) -> str:
-        return f"{self._place}-{short_hash(self.version)}"
+        return f"{self._prefix}-{short_hash(self.version)}"
 
     @property
     def lock(self) -> str:
-        return f"{self._place}.lock"
+        return f"{self._prefix}.lock"
 
     def make(
         self,
@@ -107,12 +107,12 @@ class CacheEntry(NamedTuple):
             raise copy_error(home, self.source, error) from error
 
     @property
-    def _place(self) -> str:
+    def _prefix(self) -> str:
         return os.path.join(place(self.kind), short_hash(self.source))
 
     def _clean_up(self, partial: str) -> None:
         """Remove unfinished copies of other versions. The caller holds the lock, so they are not in use."""
-        for other in glob.glob(f"{glob.escape(self._place)}-*"):
+        for other in glob.glob(f"{glob.escape(self._prefix)}-*"):
             if other == self.path:
                 log.warning("%s: the copy in %s has changed since it was made; it is made again", self.source, other)
             elif "." not in os.path.basename(other):
@@ -136,8 +136,8 @@ def copy_error(directory: str, name: str, error: OSError) -> UserError:
             "that you may write to."
         )
     free = free_bytes(directory)
-    left = "" if free is None else f", {human_size(free)} free"
+    available = "" if free is None else f", {human_size(free)} free"
     return UserError(
-        f"{name} does not fit on the disk of {directory} ({error.strerror}{left}). Remove copies that you no longer "
-        "need, or set T5X_CACHE_DIR to a directory on a larger disk."
+        f"{name} does not fit on the disk of {directory} ({error.strerror}{available}). Remove copies that you no "
+        "longer need, or set T5X_CACHE_DIR to a directory on a larger disk."
     )

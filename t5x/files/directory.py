@@ -15,9 +15,29 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Protocol
 
 from t5x.errors import UserError
-from t5x.files.local import FileEntry, LocalDirectory
+from t5x.files.local import FileEntry, LocalDirectory, Publication
 from t5x.files.remote import RemotePath, as_local
 from t5x.files.remote_directory import RemoteDirectory
+
+
+class Target(Protocol):
+    """A directory that is not published yet. Other processes may write below `path`; only its creator ends it.
+
+    Attributes:
+      path: where it is written: a temporary name, the final place in an object store, or the local disk.
+    """
+
+    path: str
+
+    def commit(self, data: bytes, *, flushed: Container[str] = ()) -> None:
+        """Publish it, all at once, after writing `data` to the file that identifies it.
+
+        Args:
+          flushed: files that are durable already, by their relative paths.
+        """
+
+    def discard(self) -> None:
+        """Remove it. May be repeated: threads that still write there may bring parts of it back."""
 
 
 class Directory(Protocol):
@@ -49,7 +69,7 @@ class Directory(Protocol):
     def is_directory(self, name: str) -> bool: ...
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading. A `LocalDirectory` follows links unless it was told not to."""
+        """Open a file for reading. A `LocalDirectory` follows links unless `follow_links` is False."""
 
     def read_bytes(self, name: str) -> bytes | None:
         """Return the content of a file; None if it is missing."""
@@ -92,6 +112,25 @@ class Directory(Protocol):
 
     def remove_itself(self) -> None:
         """Remove the directory if it is empty, except for temporary files."""
+
+    def children(self, publication: Publication) -> dict[str, bool]:
+        """Return {name: whether it is published} of the directories that `publication` is about.
+
+        An unfinished one of ours is not published; one of another program is.
+        """
+
+    def begin(self, name: str, publication: Publication, space: int = 0) -> Target:
+        """Begin a directory that `commit` publishes as `name`.
+
+        What is published there makes way: it is kept under another name, never deleted. In an object store that happens
+        now, elsewhere at `commit`.
+
+        Args:
+          space: bytes that must be free on the disk.
+        """
+
+    def unpublish(self, name: str, publication: Publication) -> None:
+        """Remove a directory; a reader, or a kill in between, never finds a part of it that looks complete."""
 
     def locked(self) -> AbstractContextManager[Callable[[], None]]:
         """Hold the lock of the directory, which must exist. Yield a function that raises a UserError if it is lost.

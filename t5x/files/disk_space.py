@@ -1,6 +1,14 @@
 """Free space on disks, and sizes for messages."""
 
+import errno
 import os
+
+
+def check_space(directory: str | os.PathLike[str], needed: int) -> None:
+    """Raise the error of a full disk before gigabytes are written to it."""
+    free = free_bytes(directory)
+    if free is not None and free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def free_bytes(directory: str | os.PathLike[str]) -> int | None:

@@ -24,7 +24,7 @@ def download(files: Mapping[str, RemoteFile], advance: Callable[[int], None]) ->
     """
     partial = {target: atomic.unique_name(target) for target in files}
     chunks = {target: range(0, max(file.size, 1), _CHUNK) for target, file in files.items()}
-    left = {target: len(starts) for target, starts in chunks.items()}
+    remaining = {target: len(starts) for target, starts in chunks.items()}
     lock = threading.Lock()
 
     def fetch(target: str, start: int) -> None:
@@ -35,8 +35,8 @@ def download(files: Mapping[str, RemoteFile], advance: Callable[[int], None]) ->
             file.write(content)
         advance(len(content))
         with lock:
-            left[target] -= 1
-            is_complete = not left[target]
+            remaining[target] -= 1
+            is_complete = not remaining[target]
         if is_complete:
             atomic.sync(partial[target])
             os.replace(partial[target], target)

@@ -60,24 +60,24 @@ class Lease(contextlib.AbstractContextManager):
           what: what it protects, for messages.
 
         Raises:
-          UserError: another program holds it; the message says which.
+          UserError: another program holds it; the message names it.
         """
         file, holder, watched = _open(url), _describe_this_process(), None
         begin = time.monotonic()
         while True:
             content, generation = file.read()
-            other = _parse(content)
-            if other is None or _is_dead(other) or time.monotonic() - begin > _TERM:
-                if other is not None:
-                    log.warning("%s was in use by %s, which ended without releasing it", what, describe(other))
+            user = _parse(content)
+            if user is None or _is_dead(user) or time.monotonic() - begin > _TERM:
+                if user is not None:
+                    log.warning("%s was in use by %s, which ended without releasing it", what, describe(user))
                 if (written := file.write(_content(holder), generation)) is not None:
                     return cls(file, what, holder, written)
                 begin = time.monotonic()
             elif watched is None:
-                log.info("%s is in use by %s; waiting up to %d s to see if it still runs", what, describe(other), _TERM)
+                log.info("%s is in use by %s; waiting up to %d s to see if it still runs", what, describe(user), _TERM)
             elif watched != generation:
                 raise UserError(
-                    f"{what} is in use by {describe(other)}. Stop that program, or choose another directory for this."
+                    f"{what} is in use by {describe(user)}. Stop that program, or choose another directory for this."
                 )
             watched = generation
             time.sleep(_POLL)
@@ -122,8 +122,8 @@ class Lease(contextlib.AbstractContextManager):
             if written is not None:
                 self._generation, self._renewed = written, time.monotonic()
                 return
-            other = _parse(self._file.read()[0])
-        now = "its lease was removed" if other is None else f"it was taken by {describe(other)}"
+            new_holder = _parse(self._file.read()[0])
+        now = "its lease was removed" if new_holder is None else f"it was taken by {describe(new_holder)}"
         self._lost = (
             f"{self._what} can no longer be written: {now}, because this program could not renew its lease for "
             f"{time.monotonic() - self._renewed:.0f} s. Nothing more is written. Stop the other program, then restart."
@@ -156,8 +156,8 @@ class _LeaseFile:
     def read(self) -> tuple[bytes, bytes]:
         """Return (content, generation); the content of a missing file is empty."""
         with explained(self._url):
-            found = self._store.read(self._name).result()
-        return found.value, found.stamp.generation
+            result = self._store.read(self._name).result()
+        return result.value, result.stamp.generation
 
     def write(self, content: bytes | None, generation: bytes) -> bytes | None:
         """Write, or remove if None, the file of that generation. Return the new generation, None if it has changed."""

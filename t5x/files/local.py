@@ -1,18 +1,26 @@
 """A directory on a disk: `LocalDirectory`, one of the two implementations of `directory.Directory`."""
 
 import contextlib
+import dataclasses
 import hashlib
+import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
-from t5x.files import atomic, locks
+from t5x.files import atomic, disk_space, locks
 from t5x.files.untrusted import open_inside, open_regular
 
+log = logging.getLogger(__name__)
+
 LOCK_FILE = ".lock"
+
+Advance = Callable[[int], None]
+Progress = Callable[[int], AbstractContextManager[Advance]]
 
 
 class FileEntry(NamedTuple):
@@ -27,6 +35,23 @@ class FileEntry(NamedTuple):
     size: int
     is_regular: bool = True
     md5: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Publication:
+    """Directories that appear in another one all at once, such as the checkpoints in a MODEL_DIR.
+
+    Attributes:
+      names: pattern of their names.
+      markers: names of files that only complete ones have, in order of preference. The first is that of our own.
+      check: called before anything is published; it raises a UserError if this program may no longer write.
+      progress: shows the progress of uploading that many bytes, as `telemetry.copy_progress` does.
+    """
+
+    names: str
+    markers: tuple[str, ...]
+    check: Callable[[], None] = lambda: None
+    progress: Progress = lambda size: contextlib.nullcontext(lambda count: None)
 
 
 class LocalDirectory:
@@ -75,7 +100,7 @@ class LocalDirectory:
         }
 
     def exists(self, name: str = "") -> bool:
-        return os.path.lexists(self.path(name))
+        return (os.path.exists if self._follow_links else os.path.lexists)(self.path(name))
 
     def is_directory(self, name: str) -> bool:
         return os.path.isdir(self.path(name))
@@ -151,6 +176,27 @@ class LocalDirectory:
             self.remove_temporaries()
             os.rmdir(self._path)
 
+    # --- Publishing
+
+    def children(self, publication: Publication) -> dict[str, bool]:
+        if not os.path.isdir(self._path):
+            return {}
+        with os.scandir(self._path) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+        published = [name for name in names if re.fullmatch(publication.names, name) and os.listdir(self.path(name))]
+        temporary = rf"(?:{publication.names})\.tmp-[0-9]+(-[0-9a-f]+){{2}}"  # `unique_name` of any version
+        return dict.fromkeys(published, True) | {name: False for name in names if re.fullmatch(temporary, name)}
+
+    def begin(self, name: str, publication: Publication, space: int = 0) -> "LocalTarget":
+        disk_space.check_space(self._path, space)
+        return LocalTarget(self, name, publication)
+
+    def unpublish(self, name: str, publication: Publication) -> None:
+        condemned = path = self.path(name)
+        if re.fullmatch(publication.names, name):
+            os.rename(path, condemned := atomic.unique_name(path))
+        _remove_tree(condemned)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[Callable[[], None]]:
         with locks.locked(self.path(LOCK_FILE), wait=False):
@@ -158,6 +204,41 @@ class LocalDirectory:
                 yield lambda: None
             finally:
                 self.remove(LOCK_FILE)
+
+
+class LocalTarget:
+    """An unpublished child of a local directory, under a temporary name beside its own."""
+
+    def __init__(self, parent: LocalDirectory, name: str, publication: Publication):
+        self._parent, self._name, self._publication = parent, name, publication
+        self.path = atomic.unique_name(parent.path(name))
+        self._quiet_rounds = 5
+        os.mkdir(self.path)
+
+    def commit(self, data: bytes, *, flushed: Container[str] = ()) -> None:
+        write_file(os.path.join(self.path, self._publication.markers[0]), data)
+        atomic.sync_tree(self.path, flushed=flushed)
+        if self._parent.exists(self._name):
+            aside = name_aside(self._parent, self._name, self._publication)
+            os.rename(self._parent.path(self._name), self._parent.path(aside))
+        atomic.rename(self.path, self._parent.path(self._name))
+
+    def discard(self) -> None:
+        _remove_tree(self.path, quiet_rounds=self._quiet_rounds)
+        self._quiet_rounds = 1
+
+
+def name_aside(directory: Any, name: str, publication: Publication) -> str:
+    """Return the name under which a directory is kept that makes way for a complete one."""
+    purpose = "damaged" if directory.exists(f"{name}/{publication.markers[0]}") else "foreign"
+    aside = atomic.unique_name(name, purpose)
+    log.warning("%s is %s; keeping it as %s", directory.path(name), purpose, aside)
+    return aside
+
+
+def _remove_tree(path: str, *, quiet_rounds: int = 1) -> None:
+    if not atomic.remove_tree(path, quiet_rounds=quiet_rounds):
+        log.warning("%s could not be removed; it is not needed and may be deleted", path)
 
 
 def walk(directory: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:

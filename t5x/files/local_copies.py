@@ -22,7 +22,6 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
@@ -31,6 +30,7 @@ from t5x.files.cache_directory import CacheEntry
 from t5x.files.digests import digest_of
 from t5x.files.disk_space import human_size
 from t5x.files.downloads import download
+from t5x.files.local import Advance, Progress
 from t5x.files.remote import RemoteFile, RemotePath, as_local
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ _hash_in_any_case = 2 * 2**30  # bytes that this process may still hash even if 
 _verification = threading.Lock()
 _verified: dict[str, list[int]] = {}  # stamps of copies verified by this process
 
-Advance = Callable[[int], None]
-
 
 class LocalCopy(NamedTuple):
     """A file with random access.
@@ -64,9 +62,7 @@ class LocalCopy(NamedTuple):
     version: str
 
 
-def stage(
-    paths: Sequence[str], progress: Callable[[int], AbstractContextManager[Advance]], *, verify: bool = True
-) -> list[LocalCopy]:
+def stage(paths: Sequence[str], progress: Progress, *, verify: bool = True) -> list[LocalCopy]:
     """Return local files: the files themselves, or copies in the cache directory, which are made if needed.
 
     Args:

@@ -45,7 +45,7 @@ class Mirror:
         """Upload the files that have changed; remove those that were removed here.
 
         Args:
-          largest: leave out files with more bytes.
+          largest: skip files with more bytes.
 
         Raises:
           UserError: a file cannot be uploaded. It is tried again the next time.
@@ -90,17 +90,17 @@ class Mirror:
                         yield os.path.relpath(path, self.directory), (status.st_mtime_ns, status.st_size)
 
     def _download(self, unread: Callable[[str], bool]) -> None:
-        found = {}
+        infos = {}
         self._remote.fs.invalidate_cache()
         for child, info in self._remote.children().items():
             if unread(child):
                 continue
             if info["type"] == "file":
-                found[child] = info
+                infos[child] = info
             else:
-                found |= {f"{child}/{name}": each for name, each in (self._remote / child).descendants().items()}
-        names = [name for name in found if is_plain_relative(name) and not unread(os.path.basename(name))]
-        files = {os.path.join(self.directory, name): (self._remote / name).file(found[name]) for name in names}
+                infos |= {f"{child}/{name}": each for name, each in (self._remote / child).descendants().items()}
+        names = [name for name in infos if is_plain_relative(name) and not unread(os.path.basename(name))]
+        files = {os.path.join(self.directory, name): (self._remote / name).file(infos[name]) for name in names}
         download(files, lambda count: None)
         self._uploaded = dict(self._files())
 

@@ -23,10 +23,10 @@ def spec(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return TensorStore's specification of a directory for which `has_driver` holds."""
     if (local := as_local(directory)) is not None:
         return {"driver": "file", "path": f"{local.rstrip('/')}/"}
-    scheme, _, rest = os.fspath(directory).partition("://")
-    bucket, _, path = rest.strip("/").partition("/")
-    place = {"driver": _SCHEMES[scheme], "bucket": bucket, "path": f"{path}/" if path else ""}
-    return place | (_gcs_server() if place["driver"] == "gcs" else _s3_server())
+    scheme, _, location = os.fspath(directory).partition("://")
+    bucket, _, path = location.strip("/").partition("/")
+    store = {"driver": _SCHEMES[scheme], "bucket": bucket, "path": f"{path}/" if path else ""}
+    return store | (_gcs_server() if store["driver"] == "gcs" else _s3_server())
 
 
 def open_store(directory: str | os.PathLike[str]) -> ts.KvStore:

@@ -1,6 +1,10 @@
 """A directory at a URL: `RemoteDirectory`, one of the two implementations of `directory.Directory`.
 
 CACHE/uploads/upload-…/    files that are being written, before they are uploaded
+
+Object stores cannot rename. A directory is published by writing the file that identifies it last, after the sizes of
+the others are verified. Until then a file UNFINISHED marks it as ours, to be removed after a kill. It is removed in the
+reverse order.
 """
 
 import base64
@@ -9,19 +13,32 @@ import dataclasses
 import errno
 import glob
 import hashlib
+import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, BinaryIO
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from t5x.files import atomic, cache_directory, locks
+from t5x.errors import UserError
+from t5x.files import atomic, cache_directory, disk_space, locks
 from t5x.files.downloads import download
-from t5x.files.local import LOCK_FILE, FileEntry
-from t5x.files.remote import RemotePath, run_concurrently
+from t5x.files.local import LOCK_FILE, FileEntry, Publication, name_aside, walk, write_file
+from t5x.files.remote import RemotePath, retried, run_concurrently
+from t5x.files.remote_errors import explained
 from t5x.files.untrusted import is_plain_relative
 
+if TYPE_CHECKING:
+    from fsspec import Callback
+
+log = logging.getLogger(__name__)
+
+UNFINISHED = "UNFINISHED"
+
 _PROBE = ".t5x-write-test"
+_REQUESTS = 16  # in flight
 
 
 class RemoteDirectory:
@@ -143,6 +160,89 @@ class RemoteDirectory:
     def remove_itself(self) -> None:
         """Do nothing: object stores have no directories."""
 
+    # --- Publishing
+
+    def children(self, publication: Publication) -> dict[str, bool]:
+        names = sorted(name for name in self.names() if re.fullmatch(publication.names, name))
+        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="t5x-list") as pool:
+            contents = pool.map(lambda name: (self._remote / name).children(), names)
+            return {
+                name: _is_published(files, publication) for name, files in zip(names, contents, strict=True) if files
+            }
+
+    def begin(self, name: str, publication: Publication, space: int = 0) -> "RemoteTarget":
+        from t5x.files.object_stores import has_driver  # imports TensorStore, which takes a while
+
+        child = self / name
+        if files := child.names():
+            if _is_published(files, publication):
+                (self / name_aside(self, name, publication)).copy_from(child, publication)
+            self.unpublish(name, publication)
+        return (RemoteTarget if has_driver(str(self)) else StagedTarget)(self, name, publication, space)
+
+    def unpublish(self, name: str, publication: Publication) -> None:
+        from t5x.files.object_stores import has_driver
+
+        child = self / name
+        child.write_bytes(UNFINISHED, b"")
+        child.clear(publication)
+        child.remove(UNFINISHED)
+        if not has_driver(str(self)):
+            with explained(str(child)), contextlib.suppress(FileNotFoundError):
+                self._remote.fs.rm(child._remote.path, recursive=True)  # empty directories, where they exist
+
+    def upload(self, local: str | os.PathLike[str], publication: Publication) -> None:
+        """Copy everything below a local directory, the file that identifies it last, after checking sizes and right."""
+        sizes = {name: status.st_size for name, status in walk(local)}
+        stopped = threading.Event()
+        with publication.progress(sum(sizes.values())) as advance:
+            callback = _callback(advance, stopped)
+
+            def put(file: RemotePath, name: str) -> None:
+                file.fs.put_file(os.path.join(local, name), file.path, callback=callback)
+
+            self._fill(sizes, put, publication, stopped)
+
+    def copy_from(self, source: "RemoteDirectory", publication: Publication) -> None:
+        """Copy everything from another directory of the server, as `upload` does."""
+
+        def copy(file: RemotePath, name: str) -> None:
+            file.fs.cp_file((source._remote / name).path, file.path)
+
+        self._fill({name: entry.size for name, entry in source.list().items()}, copy, publication)
+
+    def clear(self, publication: Publication) -> None:
+        """Remove everything but UNFINISHED; first the files that identify a complete directory."""
+        names = [name for name in self.list() if name != UNFINISHED]
+        for is_marker in (True, False):
+            self.remove(*(name for name in names if (name in publication.markers) == is_marker))
+
+    def _fill(
+        self,
+        sizes: Mapping[str, int],
+        put: Callable[[RemotePath, str], None],
+        publication: Publication,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        def put_one(name: str) -> None:
+            file = self._remote / name
+
+            def put_once() -> None:
+                with explained(file.url):
+                    put(file, name)
+
+            retried(put_once)
+
+        last = next((name for name in publication.markers if name in sizes), None)
+        for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):
+            publication.check()
+            run_concurrently(put_one, [(name,) for name in names], stopped)
+            arrived = {name: entry.size for name, entry in self.list().items()}
+            if wrong := [name for name in names if arrived.get(name) != sizes[name]]:
+                raise UserError(
+                    f"{self.path(wrong[0])} has {arrived.get(wrong[0])} bytes, not {sizes[wrong[0]]}. Start again."
+                )
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[Callable[[], None]]:
         from t5x.files.lease import Lease  # imports TensorStore, which takes a while
@@ -161,6 +261,64 @@ class RemoteDirectory:
                 raise
 
 
+class RemoteTarget:
+    """An unpublished child of an object store, written to its final place. Processes need not share a disk."""
+
+    def __init__(self, parent: RemoteDirectory, name: str, publication: Publication, space: int):
+        self._parent, self._name, self._publication = parent, name, publication
+        self._child = parent / name
+        self._has_ended = False
+        self.path = self._begin(space)
+
+    def _begin(self, space: int) -> str:
+        self._child.write_bytes(UNFINISHED, b"")
+        return str(self._child)
+
+    def commit(self, data: bytes, *, flushed: Container[str] = ()) -> None:
+        self._child.write_bytes(self._publication.markers[0], data)
+        self._unmark()
+
+    def _unmark(self) -> None:
+        self._has_ended = True
+        try:
+            self._child.remove(UNFINISHED)
+        except UserError as error:
+            log.debug("%s is complete, but its file UNFINISHED could not be removed: %s", self._child, error)
+
+    def discard(self) -> None:
+        if self._has_ended:
+            return  # another target may be there by now; what is written from here on is marked as unfinished
+        self._has_ended = True
+        try:
+            self._publication.check()  # a program that took the lease may be writing there
+            self._parent.unpublish(self._name, self._publication)
+        except UserError as error:
+            log.warning("%s is unfinished and could not be removed; the next start removes it: %s", self._child, error)
+
+
+class StagedTarget(RemoteTarget):
+    """An unpublished child on a file system that TensorStore cannot access: a local directory until it is uploaded."""
+
+    def _begin(self, space: int) -> str:
+        with contextlib.ExitStack() as stack:
+            path = os.path.join(stack.enter_context(upload_directory()), self._name)
+            disk_space.check_space(os.path.dirname(path), space)
+            os.mkdir(path)
+            self._scratch = stack.pop_all()
+        return path
+
+    def commit(self, data: bytes, *, flushed: Container[str] = ()) -> None:
+        write_file(os.path.join(self.path, self._publication.markers[0]), data)
+        self._child.write_bytes(UNFINISHED, b"")
+        self._child.upload(self.path, self._publication)
+        self._unmark()
+        self._scratch.close()
+
+    def discard(self) -> None:
+        self._scratch.close()
+        super().discard()
+
+
 @contextlib.contextmanager
 def upload_directory() -> Iterator[str]:
     """Yield a fresh directory in the cache for files that are uploaded; remove those of killed processes."""
@@ -173,6 +331,23 @@ def upload_directory() -> Iterator[str]:
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
             held.enter_context(locks.locked(directory))
         yield directory
+
+
+def _is_published(names: Container[str], publication: Publication) -> bool:
+    return publication.markers[0] in names or UNFINISHED not in names
+
+
+def _callback(advance: Callable[[int], None], stopped: threading.Event) -> "Callback":
+    """Return an fsspec callback that reports progress, and aborts the upload once `stopped` is set."""
+    from fsspec import Callback
+
+    class UploadProgress(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            if stopped.is_set():
+                raise InterruptedError
+            advance(inc)
+
+    return UploadProgress()
 
 
 def _md5(info: Mapping[str, Any]) -> str:

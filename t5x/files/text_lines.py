@@ -51,7 +51,7 @@ def read_lines(path: str, name: str | None = None, wait: float | None = None) ->
     Args:
       path: the file; - is standard input.
       name: name of the file in messages; the default is the path.
-      wait: yield None whenever no line has arrived for so many seconds, e.g. because a program or a person waits for
+      wait: yield None whenever no line has arrived for this many seconds, e.g. because a program or a person waits for
         the result of those before.
     """
     name = name or ("standard input" if path == "-" else path)

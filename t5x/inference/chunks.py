@@ -1,7 +1,7 @@
 """Results in chunks, on disk or remote: after a kill at any moment, the next run resumes after the last finished chunk.
 
     tmp-<name>/job.json                            marks a directory of t5x; what the results depend on
-               .lock                               held by the process that writes; see files/directories.py
+               .lock                               held by the process that writes; see files/directory.py
                <name>-chunk00000                   T5X's names
                <name>-chunk00000.COMPLETED         size and SHA-256 of the chunk, and what a later run needs to know
 

@@ -95,7 +95,7 @@ def test_all_that_we_write_is_read_here(checkpoint):
     assert {type(array) for array in stored._arrays.values()} == {array_reader._ChunkedArray}
 
 
-def test_tensorstore_reads_what_cannot_be_read_here(checkpoint, monkeypatch):
+def test_arrays_that_cannot_be_read_directly_are_read_through_tensorstore(checkpoint, monkeypatch):
     known = ocdbt.locate(checkpoint / "state")
     unknown = {"target.encoder.encoder_norm.scale/.zarray": b"{}"}
     monkeypatch.setattr(ocdbt, "locate", lambda directory: known | unknown)
@@ -105,7 +105,7 @@ def test_tensorstore_reads_what_cannot_be_read_here(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("said", [{"of_another_kind": 1}, {"versions": [{"generation_number": 1, "root": {}}]}])
-def test_a_tensorstore_that_says_it_in_another_way_reads_by_itself(checkpoint, said, monkeypatch, caplog):
+def test_unknown_description_of_values_falls_back_to_tensorstore(checkpoint, said, monkeypatch, caplog):
     assert_same(make_tree(3), restore(checkpoint))
     assert not caplog.messages
     monkeypatch.setattr(ts.ocdbt, "dump", lambda *_: ts.Future(said))

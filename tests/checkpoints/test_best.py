@@ -121,7 +121,7 @@ def test_every_kind_of_metric_is_found(tmp_path):
         assert (record["metric"], record["value"]) == (metric, value)
 
 
-def test_a_misspelt_metric_is_told_with_those_there_are(tmp_path, caplog):
+def test_misspelt_metric_is_reported_with_the_existing_ones(tmp_path, caplog):
     ranking = Ranking(BestRule("inference_eval/dates/exactmatch", keep_without_metric=False), tmp_path)
     with pytest.raises(UserError, match=r"train/, training_eval/dates/\..*best_metric"):
         ranking.check(["train", "training_eval/dates"])
@@ -132,7 +132,7 @@ def test_a_misspelt_metric_is_told_with_those_there_are(tmp_path, caplog):
     assert caplog.text.count("has no 'exactmatch', only exact_match") == 1
 
 
-def test_values_that_nobody_writes_are_told(tmp_path, caplog):
+def test_metric_that_is_never_written_is_reported(tmp_path, caplog):
     ranking = Ranking(BestRule(METRIC), tmp_path)
     for _ in range(2):
         ranking.expect()
@@ -159,7 +159,7 @@ def test_t5x_keeps_the_best_and_the_newest():
         SaveCheckpointConfig(best_metric="train/loss", best_mode="maximum")
 
 
-def test_what_cannot_be_noted_does_not_end_the_run(tmp_path, caplog):
+def test_unwritable_record_of_the_best_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "best.json").mkdir()
     with caplog.at_level(logging.WARNING):
         train(store_of(tmp_path), {1: 50.0})

@@ -158,7 +158,7 @@ def test_files_cut_off_and_files_missing_are_found(format, copy):
 
 
 @pytest.mark.parametrize("format", CHECKED)
-def test_the_command_line_says_it_in_one_message_and_writes_nothing(format, copy, tmp_path, capsys):
+def test_command_line_reports_damage_in_one_message_and_writes_nothing(format, copy, tmp_path, capsys):
     path = copy(format)
     file, place = list(array_data(format, path).items())[-1]
     content = bytearray(file.read_bytes())

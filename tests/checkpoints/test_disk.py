@@ -9,6 +9,7 @@ import pytest
 
 from t5x.checkpoints import CheckpointStore, ModelDirLock, save_errors
 from t5x.errors import UserError
+from t5x.files import disk_space
 from tests.disks import fill
 
 from .helpers import SIDECARS, assert_same, make_tree, names
@@ -30,7 +31,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("kind", TOO_LARGE)
 # Writes that TensorStore drops when another has failed complain to an event loop of Orbax that is closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_what_to_free(
+def test_full_disk_keeps_the_last_checkpoint_and_names_removable_ones(
     small_disk, caplog, monkeypatch, kind, looked
 ):
     store = CheckpointStore(small_disk)
@@ -38,8 +39,8 @@ def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_what_to_free(
         store.save(step, make_tree(step), sidecars=SIDECARS)
     store.wait()
     if looked != "before":
-        first_look, look = iter([10**12]), save_errors.free_bytes
-        monkeypatch.setattr(save_errors, "free_bytes", lambda directory: next(first_look, None) or look(directory))
+        first_look, look = iter([10**12]), disk_space.free_bytes
+        monkeypatch.setattr(disk_space, "free_bytes", lambda directory: next(first_look, None) or look(directory))
     tree, sidecars = TOO_LARGE[kind]
     with caplog.at_level(logging.WARNING), pytest.raises(UserError) as error:
         store.save(3, tree, sidecars=sidecars)
@@ -61,7 +62,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_what_to_free(
 
 
 def test_a_disk_with_room_for_the_arrays_but_not_for_the_rest(small_disk):
-    free = save_errors.free_bytes(small_disk)
+    free = disk_space.free_bytes(small_disk)
     store = CheckpointStore(small_disk)
     with pytest.raises(UserError, match="the disk is full"):
         store.save(1, {"target": {"w": noise(free // 4 - 1024)}}, sidecars={})

@@ -17,6 +17,7 @@ from t5x.errors import UserError
 from t5x.files import lease, locks, remote
 from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath
+from t5x.files.remote_directory import RemoteDirectory
 
 from .helpers import assert_same, make_tree
 
@@ -52,6 +53,12 @@ def contents(url: str) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in directory.descendants()}
 
 
+def upload(checkpoint, url: str) -> None:
+    directory = RemoteDirectory(RemotePath.parse(url))
+    directory.clear(paths.CHECKPOINTS)
+    directory.upload(checkpoint, paths.CHECKPOINTS)
+
+
 def write_checkpoint(directory, step: int):
     path = directory / paths.checkpoint_name(step)
     write_own_checkpoint(path, step, arrays(step), sidecars={})
@@ -76,10 +83,7 @@ def test_save_after_the_lease_was_lost_publishes_nothing_and_keeps_the_checkpoin
 
     def lose_lease() -> None:
         take_over(f"{url}/{model_dir_lock.LEASE_FILE}")
-        files = RemotePath.parse(f"{url}/{paths.checkpoint_name(2)}")
-        if files.children():
-            remote_writing.clear(files)
-        remote_writing.upload(new_checkpoint, files)
+        upload(new_checkpoint, f"{url}/{paths.checkpoint_name(2)}")
         before.update(contents(url))
 
     with ModelDirLock(url):
@@ -98,7 +102,7 @@ def test_save_after_the_lease_was_lost_publishes_nothing_and_keeps_the_checkpoin
         store.retire(2)
     assert contents(url) == before  # the lease included
     assert store.steps() == [1, 2]
-    np.testing.assert_array_equal(store.restore(store._place.readable(2))["target"]["a"], np.full(3000, 2, np.float32))
+    np.testing.assert_array_equal(store.restore(store._readable(2))["target"]["a"], np.full(3000, 2, np.float32))
 
 
 def test_upload_whose_lease_is_lost_half_way_is_not_completed(tmp_path, monkeypatch):
@@ -126,7 +130,7 @@ def test_conversion_that_lost_its_lease_publishes_nothing_and_removes_nothing(tm
     url, original = f"memory://{tmp_path.name}/flan", MemoryFileSystem.put_file
     old = {}
     if exists:
-        remote_writing.upload(write_checkpoint(tmp_path / "old", 1), RemotePath.parse(url))
+        upload(write_checkpoint(tmp_path / "old", 1), url)
         old = {f"flan/{name}": content for name, content in contents(url).items()}
 
     def lose_lease(*_) -> None:
@@ -159,7 +163,7 @@ def test_conversion_that_lost_its_lease_publishes_nothing_and_removes_nothing(tm
 def test_conversion_that_loses_its_lease_beside_a_complete_copy_reports_the_copy(tmp_path, monkeypatch, moment):
     """When the copy is complete, the old checkpoint stays; once that is being replaced, the copy does."""
     url, original = f"memory://{tmp_path.name}/flan", getattr(MemoryFileSystem, moment)
-    remote_writing.upload(write_checkpoint(tmp_path / "old", 1), RemotePath.parse(url))
+    upload(write_checkpoint(tmp_path / "old", 1), url)
     old = contents(url)
 
     def lose_lease(self, source, target, **options):

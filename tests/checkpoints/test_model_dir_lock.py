@@ -26,7 +26,7 @@ def program():
         process.communicate()
 
 
-def test_second_holder_is_told_who_has_it_and_a_killed_holder_leaves_nothing(tmp_path, program):
+def test_second_holder_gets_the_name_of_the_first_and_a_killed_holder_leaves_nothing(tmp_path, program):
     holder = program("hold_lock.py", tmp_path)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {holder.pid} on {socket.gethostname()} since 20"):

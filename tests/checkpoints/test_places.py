@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import fsspec
 import pytest
 
-from t5x.checkpoints import CheckpointStore, manifest, paths, remote_writing
+from t5x.checkpoints import CheckpointStore, manifest, paths
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
-from t5x.files import remote
+from t5x.files import remote, remote_directory
 from t5x.files.remote import RemotePath
 from t5x.files.remote_errors import TransientError
 
@@ -90,7 +90,7 @@ def test_checkpoint_that_is_being_written_is_no_checkpoint_and_not_stale(model_d
 def test_checkpoint_of_a_run_that_was_killed_while_writing_is_removed_by_the_next(url, monkeypatch):
     """Killed before the manifest: all else is there."""
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write", be_killed)
+        patch.setattr(manifest, "describe", be_killed)
         patch.setattr(CheckpointStore, "_abandon", lambda *_: None)
         store = CheckpointStore(url)
         store.save(1, make_tree(1), sidecars={})
@@ -107,7 +107,7 @@ def test_checkpoint_of_a_run_that_was_killed_while_writing_is_removed_by_the_nex
 def test_removal_that_is_killed_at_any_file_leaves_a_whole_checkpoint_or_an_unfinished_one(url, monkeypatch):
     save(CheckpointStore(url), 1)
     saved, original = contents(url), RemotePath.remove
-    monkeypatch.setattr(remote_writing, "run_concurrently", run_in_order)
+    monkeypatch.setattr(remote_directory, "run_concurrently", run_in_order)
     for survived in range(len(saved)):
         for name, content in saved.items():
             (RemotePath.parse(url) / name).write_bytes(content)
@@ -121,7 +121,7 @@ def test_removal_that_is_killed_at_any_file_leaves_a_whole_checkpoint_or_an_unfi
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(RemotePath, "remove", remove)
-            CheckpointStore(url)._place.remove(1)
+            paths.open_files(url).unpublish(paths.checkpoint_name(1), paths.CHECKPOINTS)
         new = CheckpointStore(url)
         assert new.steps() == ([] if survived else [1])
         new.remove_stale_tmp()

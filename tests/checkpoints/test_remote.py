@@ -191,7 +191,7 @@ def test_a_copy_that_was_damaged_here_is_made_again(fs, hf):
     assert_same_files(hf, staged)
 
 
-def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypatch):
+def test_interrupted_copy_resumes(fs, tmp_path, cache, monkeypatch):
     for number in range(6):
         fs.pipe_file(f"/bucket/native/{number}", bytes([number]) * 1500)
     fs.pipe_file("/bucket/native/checkpoint", b"")
@@ -275,7 +275,7 @@ def test_names_that_leave_the_directory_are_refused(fs, tmp_path, cache, name):
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_what_is_no_checkpoint(fs):
+def test_other_files_and_directories_are_refused(fs):
     fs.pipe_file("/bucket/other/notes.txt", b"x")
     with pytest.raises(UserError, match=r"bucket/other is .*notes\.txt"):
         open_checkpoint("memory://bucket/other")
@@ -434,6 +434,6 @@ def test_what_a_killed_conversion_left_is_removed(fs, hf, cache):
     assert not list(uploads.glob("upload-*/*"))
 
 
-def test_training_on_a_remote_model_dir_says_what_to_do():
+def test_local_path_for_a_remote_model_dir_raises_user_error():
     with pytest.raises(UserError, match=r"remote checkpoint directories are not supported here.*local \(or mounted\)"):
         paths.make_model_dir("gs://bucket/run")

@@ -49,7 +49,7 @@ def test_any_sharding_restores_onto_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [("target",), ("state/step",), ("target", "state/step")])
-def test_sections_left_out_are_not_asked_for(checkpoint, keep):
+def test_sections_absent_from_the_tree_are_not_restored(checkpoint, keep):
     tree = make_tree(3)
     wanted = {"target": tree["target"]} if "target" in keep else {}
     if "state/step" in keep:
@@ -75,7 +75,7 @@ def test_a_partial_restore_does_not_read_the_optimizer(tmp_path):
     assert bytes_read({"target": tree["target"]}) < 128 * 1024
 
 
-def test_dtypes_are_cast_as_asked_and_it_is_said(checkpoint, caplog):
+def test_dtypes_are_cast_as_requested_and_logged(checkpoint, caplog):
     tree = make_tree(3)
     wanted = {"target": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree["target"])}
     for sharding in (None, ONE_DEVICE):

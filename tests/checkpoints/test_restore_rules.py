@@ -122,7 +122,7 @@ def test_none_leaves_one_layer_of_a_stack_at_its_initial_value():
     np.testing.assert_array_equal(kernel[:, 1], initial(SCANNED)[name.format("encoder")][:, 1])
 
 
-def test_a_parameter_of_another_shape_is_an_error_unless_it_is_left_out():
+def test_parameter_of_another_shape_is_an_error_unless_excluded():
     name = "target/decoder/logits_dense/kernel"
     other = checkpoint() | {name: np.zeros((12, 99), np.float32)}
     with pytest.raises(UserError, match=r"shape +target/decoder/logits_dense/kernel +\[12, 31\] +\[12, 99\]"):
@@ -145,7 +145,7 @@ def test_without_state_the_optimizer_and_the_step_begin_anew(caplog):
 # --- strict and fallback_to_scratch
 
 
-def test_what_is_missing_or_unexpected_is_an_error_that_says_how_to_mend_it():
+def test_missing_or_unexpected_arrays_raise_an_error_with_the_fix():
     scale = "target/encoder/encoder_norm/scale"
     less = {name: a for name, a in checkpoint().items() if name != scale}
     with pytest.raises(UserError, match=rf"missing +{scale} +\[12\][^!]*fallback_to_scratch=True"):
@@ -163,7 +163,7 @@ def test_strict_false_passes_over_what_the_model_lacks(caplog):
 
 
 @pytest.mark.parametrize("config", [UNROLLED, SCANNED], ids=["unrolled", "scanned"])
-def test_fallback_fills_what_is_missing_and_keeps_the_rest(config, caplog):
+def test_fallback_initializes_only_missing_arrays(config, caplog):
     """The checkpoint has one layer less than the network: that starts from scratch, its optimizer state as well."""
     less = {name: a for name, a in checkpoint().items() if "encoder/layers_1" not in name}
     with caplog.at_level(logging.INFO):
@@ -284,7 +284,7 @@ def test_the_position_in_the_data_is_restored_on_request(tmp_path):
         assert (int(state.step), run) == (2, RunState(2, expected))
 
 
-def test_what_has_no_meaning_here_is_said_once(caplog):
+def test_ignored_options_are_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             RestoreCheckpointConfig(path="x", use_gda=True, checkpointer_cls=object)

@@ -42,14 +42,14 @@ def damage(path):
 
 def test_a_store_that_does_not_answer_stops_the_run_the_second_time(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
-    begin, answers = store._place.begin, [False, True, False, False]
+    begin, answers = store._files.begin, [False, True, False, False]
 
-    def begin_if_it_answers(step: int, needed: int) -> str:
+    def begin_if_it_answers(*args):
         if not answers.pop(0):
             raise TransientError("it does not answer")
-        return begin(step, needed)
+        return begin(*args)
 
-    monkeypatch.setattr(store._place, "begin", begin_if_it_answers)
+    monkeypatch.setattr(store._files, "begin", begin_if_it_answers)
     for step in (1, 2, 3):
         store.save(step, make_tree(step), sidecars={})
     with pytest.raises(TransientError):
@@ -127,7 +127,7 @@ def test_numbers_and_empty_branches_may_be_saved(store):
 
 
 @pytest.mark.parametrize("leaf", ["text", jax.random.key(0), np.array(["text"]), np.array([None]), b"bytes"])
-def test_what_is_not_numbers_is_refused(store, tmp_path, leaf):
+def test_leaves_that_are_not_numeric_are_refused(store, tmp_path, leaf):
     with pytest.raises(UserError, match="target/odd"):
         store.save(1, {"target": {"odd": leaf}}, sidecars={})
     assert names(tmp_path) == set()
@@ -187,7 +187,7 @@ def test_the_newest_step_is_that_of_a_checkpoint_of_ours(store, tmp_path):
     assert "its content is of step 7" in dict(passed)[store.path(600)]
 
 
-def test_latest_whole_passes_over_damaged_ones_and_says_why(store, tmp_path):
+def test_latest_whole_skips_damaged_checkpoints_with_a_reason(store, tmp_path):
     assert store.latest_whole() == (None, [])
     save(store, 1, 2, 10)
     assert store.latest_whole() == (store.path(10), [])
@@ -208,7 +208,7 @@ def change_a_bit(path):
     file.write_bytes(content)
 
 
-def test_what_is_read_of_a_damaged_checkpoint_is_not_returned(store, caplog):
+def test_result_read_from_a_damaged_checkpoint_is_not_returned(store, caplog):
     assert store.restore_latest(store.restore) == (None, None, [])
     save(store, 1, 2)
     newest, tree, damaged = store.restore_latest(store.restore)
@@ -238,7 +238,7 @@ def test_an_error_in_reading_counts_only_if_the_checkpoint_is_whole(store):
     assert store.restore_latest(read)[:2] == (store.path(1), "read")
 
 
-def test_what_is_damaged_at_first_sight_is_not_read(store):
+def test_obviously_damaged_checkpoint_is_not_read(store):
     save(store, 1, 2)
     damage(store.path(2))
     read = []
@@ -323,7 +323,7 @@ def test_a_negative_step_is_refused(store):
 
 # Writes that TensorStore drops when another has failed complain to an event loop of Orbax that is closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_model_dir_removed_during_a_save_is_said_and_never_half_there(tmp_path):
+def test_model_dir_removed_during_a_save_is_reported_and_never_partial(tmp_path):
     for step in range(5):
         store = CheckpointStore(tmp_path / "run")
         store.save(step, make_tree(step), sidecars=SIDECARS)
@@ -358,7 +358,7 @@ def test_orbax_is_quiet_below_warnings(store, caplog):
     assert said == ["another library still speaks"]
 
 
-def test_retention_does_not_count_damaged_checkpoints_that_were_passed_over(tmp_path):
+def test_retention_does_not_count_skipped_damaged_checkpoints(tmp_path):
     with CheckpointStore(tmp_path, keep=1) as store:
         store.save(100, make_tree(100), sidecars={})
         store.wait()

@@ -139,7 +139,7 @@ def test_a_process_killed_at_any_moment_ends_all_and_leaves_whole_checkpoints_on
     assert names(tmp_path) == {".lock", "checkpoint_1", f"checkpoint_{reached}", f"checkpoint_{reached + 1}"}
 
 
-def test_a_run_goes_on_over_several_processes_with_its_layers_held_the_other_way(tmp_path, start):
+def test_run_resumes_on_several_processes_with_stacked_or_unrolled_layers(tmp_path, start):
     model = tiny.model(dataclasses.replace(tiny.WIDE, scan_layers=True))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
     run, rng = RunState(0, {"batches": 7, "lanes": []}), np.random.default_rng(0)

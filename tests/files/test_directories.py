@@ -9,6 +9,8 @@ from t5x.errors import UserError
 from t5x.files import remote
 from t5x.files.digests import digest_of
 from t5x.files.directory import open_directory, split
+from t5x.files.local import LocalDirectory
+from tests.files import directory_conformance as conformance
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -76,3 +78,47 @@ def test_a_bucket_is_not_a_file():
     pytest.importorskip("s3fs")
     with pytest.raises(UserError, match="s3://bucket/NAME"):
         split("s3://bucket")
+
+
+@pytest.fixture(params=["local", "object store", "staged"])
+def path(request, tmp_path, monkeypatch):
+    """A path or URL; an object store is one that TensorStore can write, other URLs are staged."""
+    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
+    if request.param == "local":
+        yield str(tmp_path / "place")
+    elif request.param == "object store":
+        monkeypatch.setitem(fsspec.config.conf, "file", {"auto_mkdir": True})
+        yield f"file://{tmp_path}/bucket/place"
+    else:
+        yield f"memory://{tmp_path.name}/place"
+        fsspec.filesystem("memory").store.clear()
+
+
+def test_files_behave_as_the_protocol_says(path):
+    conformance.check_files(conformance.open_at(path))
+
+
+def test_lock_is_exclusive_and_free_after_its_release(path, monkeypatch):
+    conformance.check_lock(path, monkeypatch)
+
+
+def test_directory_that_is_published_is_whole_or_unfinished_after_any_kill(path, monkeypatch):
+    conformance.check_kills(path, monkeypatch)
+
+
+def test_links_and_pipes_of_an_untrusted_directory_are_not_opened(tmp_path):
+    (tmp_path / "file").write_bytes(b"secret")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "link").symlink_to(tmp_path / "file")
+    (inner / "parent").symlink_to(tmp_path)
+    os.mkfifo(inner / "pipe")
+    untrusted = LocalDirectory(str(inner), follow_links=False)
+    for name in ("link", "parent/file", "pipe"):
+        with pytest.raises(OSError):
+            untrusted.open(name)
+        assert untrusted.exists(name)
+    assert not untrusted.list()["pipe"].is_regular
+    with open_directory(inner).open("link") as file:
+        assert file.read() == b"secret"

@@ -76,7 +76,7 @@ def test_rankings_are_read_and_measured(store, run_here, tmp_path):
     assert place.read_bytes("out") == (tmp_path / "out").read_bytes()
 
 
-def test_what_is_missing_is_named(store, run_here):
+def test_missing_remote_path_is_named(store, run_here):
     for url in (f"{store.url}/nothing", store.url.replace(servers.BUCKET, "no-such-bucket") + "/model"):
         run_here("inspect", url).refused(url)
 

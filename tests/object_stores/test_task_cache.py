@@ -53,7 +53,7 @@ def test_a_cache_is_written_by_a_writer_that_fails_and_continues(task, store, tm
     assert batches(task) == expected
 
 
-def test_what_cannot_be_written_is_named(task, store):
+def test_unwritable_cache_directory_is_named(task, store):
     missing = store.url.replace(servers.BUCKET, "no-such-bucket")
     with pytest.raises(UserError, match="no-such-bucket"):
         cache_writer.write(task, "train", directory=missing, num_workers=0)

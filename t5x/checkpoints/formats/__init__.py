@@ -98,7 +98,7 @@ def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Sourc
 def _misnamed(path: epath.Path, source: Source) -> str | None:
     """Return why a `checkpoint_<step>` may not be of that step, or None if it is."""
     if source.step is None:
-        return f"its content ({source.format}) has no step, so it may be older than its name says"
+        return f"its content ({source.format}) has no step, so it may be older than its name suggests"
     return None if source.step == paths.step_of(path) else paths.renamed(source.step)
 
 

@@ -150,8 +150,8 @@ class _Parser:
             raise ValueError(
                 f"the array at byte {start}, {name} {list(shape)}, has {end - elements} bytes instead of {size}"
             )
-        place = (self._directory, self._name, elements, shape, DTYPES[name])
-        return LazyArray(shape, DTYPES[name], lambda: _read_array(*place))
+        arguments = (self._directory, self._name, elements, shape, DTYPES[name])
+        return LazyArray(shape, DTYPES[name], lambda: _read_array(*arguments))
 
 
 def _read_array(

@@ -267,7 +267,7 @@ def test_byt5_is_known_by_its_tokenizer_class(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["different", "ids"])
-def test_without_a_tokenizer_for_it_the_log_says_so(tmp_path, caplog, kind):
+def test_vocabulary_without_a_tokenizer_is_logged(tmp_path, caplog, kind):
     source = read_huggingface(models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config()))
     vocabularies = {"inputs": PassThroughVocabulary(10), "targets": PassThroughVocabulary(10)}
     if kind == "different":
@@ -301,7 +301,7 @@ def test_other_activations_travel(tmp_path, activations, theirs):
     assert json.loads((tmp_path / "new/config.json").read_text())["feed_forward_proj"] == theirs
 
 
-def test_each_array_is_read_once_and_optimizer_state_is_left_out(tmp_path):
+def test_each_array_is_read_once_and_optimizer_state_is_excluded(tmp_path):
     source = read_huggingface(models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config()))
     reads = []
 

@@ -294,7 +294,7 @@ def test_a_failure_leaves_nothing_behind(directory):
         ({"mlp_activations": ("relu", "gelu")}, {}, "mlp_activations"),
     ],
 )
-def test_what_cannot_be_written(directory, config, arrays, pattern):
+def test_unsupported_checkpoints_are_not_written(directory, config, arrays, pattern):
     source = read_huggingface(directory)
     changed = {
         n: s and LazyArray(s, np.dtype(np.float32), lambda s=s: np.zeros(s, np.float32)) for n, s in arrays.items()

@@ -280,7 +280,7 @@ ONE = np.ones(1, np.float32)
         ({"global_step": np.int64(2**31)}, "step is 2147483648"),
     ],
 )
-def test_what_is_no_t5_is_refused(tmp_path, variables, message):
+def test_other_models_are_refused(tmp_path, variables, message):
     write_bundle(tmp_path / "model.ckpt-1", variables)
     with pytest.raises(UserError, match=message):
         read_mesh_tensorflow(tmp_path)

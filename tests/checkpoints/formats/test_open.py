@@ -56,7 +56,7 @@ def test_the_newest_that_opens_is_taken(case, tmp_path, caplog):
     assert reason in str(refusal.value)
 
 
-def test_when_none_opens_each_is_named_with_its_reason(tmp_path):
+def test_all_unreadable_checkpoints_are_listed_with_their_reasons(tmp_path):
     ours(tmp_path / "checkpoint_3", 3)
     native(tmp_path / "checkpoint_20", 20)
     (tmp_path / "checkpoint_3" / "MANIFEST.json").unlink()

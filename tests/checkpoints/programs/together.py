@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, save_errors
+from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer
 from t5x.checkpoints.paths import step_of
 from t5x.errors import UserError
+from t5x.files import disk_space
 from t5x.partitioning import multiprocess
 from tests.checkpoints.helpers import make_tree
 
@@ -59,7 +60,7 @@ def fail(store, mesh, here: bool) -> None:
 
 
 def fill(store, mesh) -> None:
-    save_errors.check_space = lambda *_: None
+    disk_space.check_space = lambda *_: None
     noise = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     large = {"target": {f"w{i}": noise + i for i in range(4)}}
     print(f"4: {save(store, 4, mesh, large)}{waited(store)}", flush=True)

@@ -179,7 +179,7 @@ def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, 
 def is_scaled(stated: Mapping[str, Any], path: str, *, own_head: bool) -> bool:
     """Return whether the decoder's output is multiplied by 1/sqrt(d_model) before the logits.
 
-    T5 1.0 does so, later ones do not, and how config.json says it has changed. Until version 4 of transformers,
+    T5 1.0 does so, later ones do not, and the field of config.json has changed. Until version 4 of transformers,
     `tie_word_embeddings` implied it. Version 5 always writes `tie_word_embeddings: true`: T5 has the key
     `scale_decoder_outputs` instead, mT5 never scales, and umT5 always does. The last contradicts the published umT5,
     which has separate, unscaled logits, so for umT5 scaling is assumed only if the logits are tied.

@@ -42,7 +42,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
     generation = config_json.read_json(generation_file) if os.path.lexists(generation_file) else None
     config = config_json.read_config(stated, config_file, generation)
     tensors = _read_headers(path)
-    weight_checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
+    weight_checksums.verify_checksums(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     _remove_copies(tensors, path)
     config["logits_via_embedding"] = _resolve_logits(config, stated, tensors, path)
     model_type = config_json.model_type(stated, path)

@@ -75,12 +75,12 @@ def kept_files(path: str, config: Mapping[str, Any], generation: Mapping[str, An
       config: the content of config.json.
       generation: the content of generation_config.json, if there is one.
     """
-    kept = {CONFIG: json.dumps(kept_fields(config), indent=2).encode()}
+    files = {CONFIG: json.dumps(kept_fields(config), indent=2).encode()}
     if generation is not None:
-        kept[GENERATION] = json.dumps(generation, indent=2).encode()
+        files[GENERATION] = json.dumps(generation, indent=2).encode()
     if os.path.exists(f"{path}/{MODEL}") and os.path.exists(f"{path}/{TOKENIZER}"):
-        kept[TOKENIZER] = read_regular(f"{path}/{TOKENIZER}", max_bytes=MAX_TOKENIZER_BYTES)
-    return kept
+        files[TOKENIZER] = read_regular(f"{path}/{TOKENIZER}", max_bytes=MAX_TOKENIZER_BYTES)
+    return files
 
 
 def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:

@@ -18,27 +18,27 @@ from t5x.checkpoints.formats.huggingface.config_json import read_json
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.untrusted import open_regular
 
-FILE = "t5x_checksums.json"
+CHECKSUM_FILE = "t5x_checksums.json"
 
 
-def write(directory: epath.Path, digests: Mapping[str, str]) -> None:
+def write_checksums(directory: epath.Path, digests: Mapping[str, str]) -> None:
     """Write the file for existing weight files, given their SHA-256."""
     content = {name: {"size": os.path.getsize(directory / name), "sha256": digest} for name, digest in digests.items()}
-    paths.write_file(directory / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    paths.write_file(directory / CHECKSUM_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def verify(path: str, used: Iterable[str]) -> None:
+def verify_checksums(path: str, used: Iterable[str]) -> None:
     """Read the weight files `used`; raise DamagedCheckpoint unless they are as they were written.
 
     Nothing is verified without t5x_checksums.json.
     """
-    if not os.path.lexists(f"{path}/{FILE}"):
+    if not os.path.lexists(f"{path}/{CHECKSUM_FILE}"):
         return
-    records = read_json(f"{path}/{FILE}")
+    records = read_json(f"{path}/{CHECKSUM_FILE}")
     for name in sorted(used):
         record = records.get(name)
         if not isinstance(record, dict):
-            raise _damaged(path, f"{FILE} has no entry for {name}")
+            raise _damaged(path, f"{CHECKSUM_FILE} has no entry for {name}")
         with open_regular(f"{path}/{name}") as file:
             size = os.fstat(file.fileno()).st_size
             if record.get("size") != size:
@@ -48,4 +48,4 @@ def verify(path: str, used: Iterable[str]) -> None:
 
 
 def _damaged(path: str, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(path, f"{reason}. If the weights were changed on purpose, delete {FILE}")
+    return DamagedCheckpoint(path, f"{reason}. If the weights were changed on purpose, delete {CHECKSUM_FILE}")

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import paths, save_errors, tree
+from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
 from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
+from t5x.files.disk_space import check_space
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ def write_huggingface(
     vocabulary = tokenizer_files.single_vocabulary(vocabulary_files or {})
     generation = config_json.write_generation(config, None if vocabulary is None else vocabulary.eos_id)
     kept_files = dict(kept_files or {})
-    kept = config_json.parse_kept(kept_files.pop(tokenizer_files.CONFIG, b"{}"))
+    original_config = config_json.parse_kept(kept_files.pop(tokenizer_files.CONFIG, b"{}"))
     embedding = arrays.get("target/token_embedder/embedding")
     dtype = np.dtype(np.float32 if embedding is None else embedding.dtype)
-    model_config = config_json.write_config(config, dtype, generation, kept)
+    model_config = config_json.write_config(config, dtype, generation, original_config)
     own = {config_json.TEMPLATE: template, config_json.DATA: data}
     model_config |= {name: dict(value) for name, value in own.items() if value is not None}
     tensors = _match(config, arrays)
@@ -70,7 +71,7 @@ def write_huggingface(
         files |= tokenizer_files.tokenizer_files(vocabulary)
     files |= kept_files
     with paths.new_checkpoint(path) as directory:
-        save_errors.check_space(directory, _size(tensors) + sum(map(len, files.values())))
+        check_space(directory, _size(tensors) + sum(map(len, files.values())))
         for name, content in files.items():
             paths.write_file(directory / name, content)
         _write_weights(directory, tensors, shard_bytes)
@@ -105,7 +106,7 @@ def _write_weights(directory: epath.Path, tensors: Mapping[str, LazyArray], shar
     if len(shards) > 1:
         index = {"metadata": {"total_size": _size(tensors)}, "weight_map": file_of}
         paths.write_file(directory / "model.safetensors.index.json", _dump(index))
-    weight_checksums.write(directory, digests)
+    weight_checksums.write_checksums(directory, digests)
 
 
 def _size(tensors: Mapping[str, LazyArray]) -> int:
