@@ -41,7 +41,7 @@ chaos: $(VENV)/.dev
 # Trains on a real SLURM in network namespaces, kills the processes of a node, and compares (minutes; needs root). See
 # docs/launching.md.
 slurm: $(VENV)/.dev
-	@$(BIN)/python -m tests.launching.slurm_harness
+	@$(BIN)/python -m tests.apps.launching.slurm_harness
 
 # Loads ten thousand hostile checkpoints of every format (an hour on two cores): make fuzz CASES=100000 WORKERS=8.
 CASES ?= 10000
@@ -50,7 +50,7 @@ fuzz: $(VENV)/.dev
 
 # Compiles programs for v4, v5e, v5p and v6e with the TPU compiler, which needs no TPU (20 minutes on two cores).
 tpu: $(TPU)/.installed
-	@$(TPU)/bin/python -m pytest tests/network/test_tpu_programs.py
+	@$(TPU)/bin/python -m pytest tests/kernels/test_tpu_programs.py
 
 # Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint. An
 # hour on two cores; on many, say so: make parallel WORKERS=8.

@@ -55,9 +55,9 @@ import rounds
 from etils import epath
 
 from benchmarks.bench.checkpoint import drop_from_cache
+from t5x.apps.planning.workload import Workload
 from t5x.checkpoints import CheckpointStore, manifest
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.planning.workload import Workload
 
 STORES = ("t5x", "orbax", "orbax-uncompressed", "orbax-manifest")
 METRICS = ("blocking_s", "done_s", "restore_s", "save_cpu_s", "restore_cpu_s", "save_mb", "restore_mb")

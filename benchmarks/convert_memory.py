@@ -44,7 +44,7 @@ import sys
 import jax, orbax.checkpoint, tensorstore
 from t5x import convert
 from t5x.checkpoints.formats import huggingface, mesh_tensorflow, native_t5x, open_checkpoint, orbax, own_checkpoint
-from t5x.verbs import inspect
+from t5x.cli.verbs import inspect
 print("ready", flush=True)
 sys.stdin.readline()
 if sys.argv[2]:

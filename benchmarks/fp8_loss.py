@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from t5x import data
+from t5x.apps.planning.workload import Workload
 from t5x.data import preprocessors
-from t5x.planning.workload import Workload
 from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
 

@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def read_pairs(path: str, count: int) -> list[tuple[str, str]]:
-    from t5x.ranking.rerank_inputs import ListWork
+    from t5x.apps.ranking.rerank_inputs import ListWork
 
     work = ListWork(path, None)
     pairs = [(unit.query, text) for unit in work.units(0, len(work.sizes)) for text in unit.texts]

@@ -30,9 +30,9 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 def __getattr__(name: str) -> Any:
     if name not in ("Generation", "pipeline"):
         raise AttributeError(f"module 't5x' has no attribute {name!r}")
-    from t5x import pipelines
+    from t5x.apps import python_api
 
-    return getattr(pipelines, name)
+    return getattr(python_api, name)
 
 
 def load(model_dir: str, **options: Any) -> LoadedModel:
@@ -46,7 +46,7 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         `t5x.checkpoints.names`.
       options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x.verbs.interrupts import delay_interrupts
+    from t5x._runtime.signals import delay_interrupts
 
     with delay_interrupts():
         from t5x.inference import loaded
@@ -58,9 +58,9 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
 
 @functools.cache
 def _model_class() -> type[LoadedModel]:
-    from t5x.answering.answers import AnswerMethods
+    from t5x.apps.answering.answers import AnswerMethods
+    from t5x.apps.ranking.reranker import RankMethods
     from t5x.inference.loaded import LoadedModel
-    from t5x.ranking.reranker import RankMethods
 
     class Model(RankMethods, AnswerMethods, LoadedModel):
         """A `LoadedModel` that also ranks passages, answers questions and saves itself."""
@@ -75,7 +75,7 @@ def _model_class() -> type[LoadedModel]:
               dtype: `float32` or `bfloat16` for the parameters; None keeps theirs.
               overwrite: replace an existing directory.
             """
-            from t5x.convert import convert
+            from t5x.checkpoints.convert import convert
 
             convert(self.source, path, to=to, dtype=dtype, overwrite=overwrite)
 

@@ -1,10 +1,8 @@
-"""T5X's program that writes a SavedModel: `python t5x/export.py --gin_file=…`. The library is `export_lib`."""
+"""T5X's program that writes a SavedModel; see `t5x.apps.exporting.t5x_api`."""
 
-# ruff: noqa: F401
-
-from t5x.export_lib import save
+from t5x.apps.exporting.t5x_api import save  # noqa: F401
 
 if __name__ == "__main__":
-    from t5x import cli
+    from t5x.cli.main import main_of
 
-    cli.main_of("export")
+    main_of("export")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.xla_flags import QUICK_COMPILATION
+from tests.support.xla_flags import QUICK_COMPILATION
 
 if (platform := os.environ.get("T5X_TEST_PLATFORM", "cpu")) == "cpu":  # `cuda` for the tests that need a GPU
     os.environ["JAX_PLATFORMS"] = platform
@@ -27,9 +27,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import t
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
-from t5x import user_modules
+from t5x._runtime import imports
 from t5x.partitioning.process_setup import enable_compilation_cache
-from tests import commands, disks, slow_variants
+from tests import slow_variants
+from tests.support import commands, disks
 
 enable_compilation_cache()
 
@@ -56,7 +57,7 @@ def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
 @pytest.fixture(autouse=True)
 def user_directories(monkeypatch) -> Iterator[None]:
     """Modules that a test names are found where it says, and not by the tests after it."""
-    monkeypatch.setattr(user_modules, "_finder", finder := user_modules._Finder())
+    monkeypatch.setattr(imports, "_finder", finder := imports._Finder())
     yield
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

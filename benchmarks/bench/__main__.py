@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from t5x import startup
-from t5x.errors import UserError, check_at_least
-from t5x.verbs.arguments import add_import, import_modules
-from t5x.verbs.interrupts import work_begins
-from t5x.verbs.verb_parser import VerbParser
+from t5x._runtime import startup
+from t5x._runtime.errors import UserError, check_at_least
+from t5x._runtime.signals import work_begins
+from t5x.cli.options import add_import, import_modules
+from t5x.cli.parser import VerbParser
 
 _PROGRAM = "python -m benchmarks.bench"
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.planning.workload`, which imports JAX
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.apps.planning.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
 _OPTIONS = {
     "train": (*_MODEL, "inputs", "targets", "dropout", "packed", "matmul", "remat", "microbatches"),
@@ -135,8 +135,8 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from benchmarks.bench import checkpoint, compute
+    from t5x.apps.planning.workload import Workload
     from t5x.network import default_dtype
-    from t5x.planning.workload import Workload
 
     own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}
     options.setdefault("size", "small")

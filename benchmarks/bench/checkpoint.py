@@ -13,9 +13,9 @@ import jax
 
 from benchmarks.bench import measures
 from benchmarks.bench.compute import Steps, describe
+from t5x._runtime.errors import UserError
+from t5x.apps.planning.workload import Workload
 from t5x.checkpoints import CheckpointStore, paths
-from t5x.errors import UserError
-from t5x.planning.workload import Workload
 from t5x.trainer import StateLayout
 
 _WARM_UP, _AROUND = 5, 20  # steps

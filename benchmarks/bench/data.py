@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench import measures
+from t5x._runtime.errors import UserError
+from t5x.apps.doctor.devices import processor
 from t5x.data import (
     DatasetConfig,
     EncDecFeatureConverter,
@@ -23,8 +25,6 @@ from t5x.data import (
 from t5x.data.file_tasks import file_task
 from t5x.data.loader import default_workers
 from t5x.data.vocabularies.loading import vocabulary_named
-from t5x.doctor.devices import processor
-from t5x.errors import UserError
 
 _PREFETCHED = 6  # batches that the loader may have prefetched
 _EXAMPLES = 2000  # synthetic

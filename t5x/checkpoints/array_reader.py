@@ -36,8 +36,7 @@ from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import ByteRange
 from t5x.checkpoints.paths import open_files
 from t5x.files.remote import is_remote
-from t5x.files.remote_errors import access_error
-from t5x.files.system_errors import first_line, tensorstore_status
+from t5x.files.storage_errors import access_error, first_line, tensorstore_status
 from t5x.files.untrusted import open_inside, parse_json
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import array_reader, ocdbt
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.array_reader import EMPTY, METADATA, stored_name
@@ -24,9 +25,8 @@ from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.save_errors import VanishedFiles
-from t5x.errors import UserError
 from t5x.files.remote import is_remote
-from t5x.files.system_errors import first_line
+from t5x.files.storage_errors import first_line
 
 _COMMITTED = "commit_success.txt"  # without it, Orbax takes a directory in GCS for unfinished
 _COMMIT_BYTES = 64 * 2**20  # each commit is slow and leaves an old version of the index behind

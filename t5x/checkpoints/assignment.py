@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from t5x.errors import ArgumentError
+from t5x._runtime.errors import ArgumentError
 
 SLOTS = ("m", "v", "v_row", "v_col")
 

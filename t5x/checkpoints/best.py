@@ -17,8 +17,8 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
-from t5x.errors import UserError
 from t5x.telemetry import jsonl
 from t5x.telemetry.metric_writer import METRICS_FILE
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from t5x._runtime.errors import UserError, check_at_least
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, RestoreRules
 from t5x.checkpoints.best import BestRule
-from t5x.checkpoints.checkpointer import SaveBestCheckpointer
-from t5x.checkpoints.t5x_functions import transform_to_save
+from t5x.checkpoints.t5x_api import SaveBestCheckpointer, transform_to_save
 from t5x.configuration.ignored_parameters import log_ignored
-from t5x.errors import UserError, check_at_least
 
 
 @dataclasses.dataclass

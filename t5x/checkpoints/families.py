@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 # size: (emb_dim, num_heads, head_dim, mlp_dim, encoder layers, decoder layers). The LM-adapted and Flan models have
 # T5 1.1's sizes; so do mT5 and umT5, with other vocabularies.

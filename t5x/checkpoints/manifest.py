@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
 from t5x.checkpoints.paths import open_files
-from t5x.errors import UserError
 from t5x.files.local import FileEntry
 from t5x.files.untrusted import parse_json
 

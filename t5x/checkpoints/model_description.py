@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
@@ -18,7 +19,6 @@ from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.decoding import greedy_decode
-from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 

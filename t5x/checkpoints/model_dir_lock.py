@@ -10,8 +10,8 @@ from typing import Any
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths, save_errors
-from t5x.errors import UserError
 from t5x.files import lease, locks
 from t5x.files.lease import Lease
 from t5x.files.remote import is_remote

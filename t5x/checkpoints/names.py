@@ -16,8 +16,8 @@ import os
 import re
 from collections.abc import Iterable
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
-from t5x.errors import UserError
 from t5x.files import hub
 from t5x.files.remote import is_remote, mirrored
 

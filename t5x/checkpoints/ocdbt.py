@@ -14,7 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from t5x.files import object_stores
-from t5x.files.system_errors import tensorstore_status
+from t5x.files.storage_errors import tensorstore_status
 
 INLINE_BYTES = 1024  # values up to this size are stored inside the database's own nodes
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic
 from t5x.files import directory as directory_files
 from t5x.files.directory import Directory
@@ -33,7 +33,7 @@ from t5x.files.local import write_file as write_file
 from t5x.files.remote import RemotePath, is_remote
 from t5x.files.remote_directory import UNFINISHED as UNFINISHED
 from t5x.files.remote_directory import RemoteDirectory
-from t5x.files.system_errors import errno_of, first_line
+from t5x.files.storage_errors import errno_of, first_line
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
 from t5x.telemetry import copy_progress
 

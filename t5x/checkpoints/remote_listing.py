@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
-from t5x.errors import UserError
 from t5x.files.remote import RemoteFile, RemotePath
 from t5x.files.untrusted import is_plain_relative
 

@@ -11,14 +11,13 @@ import os
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import names, paths
 from t5x.checkpoints.remote_listing import NATIVE, Listing, list_checkpoint
-from t5x.errors import UserError
 from t5x.files import hub
 from t5x.files.cache_directory import CacheEntry
 from t5x.files.disk_space import human_size
-from t5x.files.downloads import download
-from t5x.files.remote import RemotePath, as_local
+from t5x.files.remote import RemotePath, as_local, download
 from t5x.files.untrusted import is_plain_relative
 from t5x.telemetry import copy_progress
 

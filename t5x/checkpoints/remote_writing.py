@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
 from t5x.checkpoints.remote_listing import is_checkpoint
-from t5x.errors import UserError
 from t5x.files.disk_space import human_size
 from t5x.files.lease import Lease
 from t5x.files.local import Publication

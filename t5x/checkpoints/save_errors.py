@@ -5,12 +5,11 @@ import os
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
-from t5x.errors import UserError
 from t5x.files.disk_space import free_bytes
 from t5x.files.remote import is_remote
-from t5x.files.remote_errors import explained
-from t5x.files.system_errors import errno_of, first_line, tensorstore_status
+from t5x.files.storage_errors import errno_of, explained, first_line, tensorstore_status
 
 _MAX_LISTED = 5  # removable directories in a message
 

@@ -24,16 +24,16 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.remote_reading import stage
-from t5x.errors import UserError
 from t5x.files import object_stores
 from t5x.files.directory import Target
 from t5x.files.remote import is_remote
-from t5x.files.remote_errors import TransientError
+from t5x.files.storage_errors import TransientError
 from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x._runtime.errors import ArgumentError, UserError
 from t5x.checkpoints import families, layout, tree
 from t5x.checkpoints.assignment import SLOTS, RestoreRules
 from t5x.checkpoints.formats import LazyArray, Source
-from t5x.errors import ArgumentError, UserError
 from t5x.network.config import FIXED_IN_T5X
 
 log = logging.getLogger(__name__)

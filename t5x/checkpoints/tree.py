@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 _ROWS = 20  # in a difference table; the rest is only counted
 

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task, preprocessors
 from t5x.data.example_order import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import check_split, task_rates
-from t5x.errors import UserError
 
 TextExample = str | Mapping[str, Any]
 Batch = Sequence[TextExample]

@@ -16,8 +16,7 @@ mean modules of this package. Python's own imports are not affected.
 
 from t5x.configuration.checking import check, entry_points_in_use
 from t5x.configuration.command_line import rewrite_gin_args, split_gin_args
-from t5x.configuration.errors import ConfigurationError
 from t5x.configuration.printing import bindings, config_str, resolved_str
 from t5x.configuration.reading import FALLBACKS, STAND_INS, parse
 from t5x.configuration.running import configured, root_cause, user_message
-from t5x.configuration.state import clear
+from t5x.configuration.state import ConfigurationError, clear

@@ -7,13 +7,25 @@ from typing import Any, NamedTuple
 
 from gin import config
 
+from t5x._runtime.errors import did_you_mean
 from t5x.configuration import names
 from t5x.configuration import state as states
-from t5x.configuration.errors import combine
-from t5x.configuration.parameters import accepts, describe, is_ours, parameters_of, required_parameters
 from t5x.configuration.printing import Printer, resolve
-from t5x.configuration.values import MACRO, is_constant, is_macro, is_required, macros_in, references_in, scope_of
-from t5x.errors import did_you_mean
+from t5x.configuration.state import combine_errors
+from t5x.configuration.values import (
+    MACRO,
+    accepts,
+    describe,
+    is_constant,
+    is_macro,
+    is_ours,
+    is_required,
+    macros_in,
+    parameters_of,
+    references_in,
+    required_parameters,
+    scope_of,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +77,7 @@ def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None
         for warning in dict.fromkeys(warnings):
             _logger.warning("%s", warning)
     if problems:
-        raise combine(problems, f"`{fn.__name__}` cannot run" if fn else "The configuration is incomplete")
+        raise combine_errors(problems, f"`{fn.__name__}` cannot run" if fn else "The configuration is incomplete")
 
 
 def entry_points_in_use() -> list[Callable[..., Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gin import config_parser
 
-from t5x.configuration.errors import ConfigurationError, Origin
+from t5x.configuration.state import ConfigurationError, Origin
 from t5x.configuration.values import ParserDelegate
 
 _logger = logging.getLogger(__name__)

@@ -14,13 +14,12 @@ import gin
 from gin import config
 from gin.config_parser import ImportStatement, Location
 
-from t5x import user_modules
-from t5x.configuration.errors import ConfigurationError, display_path
-from t5x.configuration.state import Import, State, bindings
-from t5x.errors import UserError, did_you_mean
+from t5x._runtime.errors import UserError, did_you_mean
+from t5x._runtime.imports import __file__, directories, import_module, install_hint
+from t5x.configuration.state import ConfigurationError, Import, State, bindings, display_path
 
 _MISSING = object()
-_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin and model.json of earlier versions
+_MOVED_MODULES = {"t5x.plain": "t5x.cli.file_training"}  # in config.gin and model.json of earlier versions
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
@@ -223,7 +222,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in submodules:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = user_modules.import_module(statement.module, state.fallbacks)
+            module = import_module(statement.module, state.fallbacks)
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error
@@ -245,16 +244,16 @@ def _explain_import(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    outside = frames[-1].filename not in (__file__, importlib.__file__, user_modules.__file__)
+    outside = frames[-1].filename not in (__file__, importlib.__file__, __file__)
     position = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name and not outside:
         parent, _, name = error.name.rpartition(".")
         package = sys.modules.get(parent)
-        path = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
+        path = getattr(package, "__path__", ()) if parent else [*sys.path, *directories()]
         hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(path)])
         if hasattr(package, name):
             hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
     if isinstance(error, ModuleNotFoundError):
-        hint = user_modules.install_hint(error.name) or hint
+        hint = install_hint(error.name) or hint
     return f"{type(error).__name__}: {error}{position}.{hint}"

@@ -9,13 +9,12 @@ from typing import Any
 
 from gin import config, config_parser
 
+from t5x._runtime.errors import did_you_mean
 from t5x.configuration import state as states
 from t5x.configuration.command_line import read_argument
-from t5x.configuration.errors import ConfigurationError, Origin, combine, display_path
 from t5x.configuration.names import FileNames, configurable
-from t5x.configuration.parameters import parameters_of
-from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value
-from t5x.errors import did_you_mean
+from t5x.configuration.state import ConfigurationError, Origin, combine_errors, display_path
+from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value, parameters_of
 
 STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}
 FALLBACKS = dict.fromkeys(("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks"), "t5x.examples.t5_tasks")
@@ -60,7 +59,7 @@ def parse(
         reader.report(error)
         stopped = error
     if reader.problems:
-        raise combine(list(reader.problems.values()), "The configuration is invalid") from stopped
+        raise combine_errors(list(reader.problems.values()), "The configuration is invalid") from stopped
     states.commit(state, reader.values)
 
 

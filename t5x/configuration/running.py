@@ -6,9 +6,9 @@ from typing import Any
 
 from gin import config
 
+from t5x._runtime.errors import UserError
 from t5x.configuration import names
 from t5x.configuration import state as states
-from t5x.errors import UserError
 
 
 def configured(fn: Callable[..., Any]) -> Callable[..., Any]:

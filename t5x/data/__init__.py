@@ -17,12 +17,10 @@ from t5x.data.feature_converters import (
     make_autoregressive_inputs,
     non_padding_position,
 )
-from t5x.data.feature_spec import Feature
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import merge_states
 from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
 from t5x.data.pipeline import map_over_dataset
-from t5x.data.preprocessor_kinds import CacheDatasetPlaceholder
 from t5x.data.sources import (
     ArrayRecordDataSource,
     BadExample,
@@ -38,6 +36,7 @@ from t5x.data.sources import (
     TFExampleDataSource,
     TsvDataSource,
 )
+from t5x.data.specs import CacheDatasetPlaceholder, Feature
 from t5x.data.tasks import (
     Mixture,
     MixtureRegistry,

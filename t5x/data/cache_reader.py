@@ -26,12 +26,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.data import example_encoding
-from t5x.data.code_hashes import fingerprint
+from t5x.data.content_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
-from t5x.data.feature_spec import CacheableTask
 from t5x.data.pipeline import count_cacheable, name_of
-from t5x.errors import UserError
+from t5x.data.specs import CacheableTask
 from t5x.files import cache_directory, local_copies, user_files
 from t5x.files.directory import Directory, open_directory
 from t5x.files.directory import split as split_path

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
+from t5x._runtime.imports import import_extra
 from t5x.data import cache_reader, example_encoding, worker_process
 from t5x.data.data_fingerprint import try_fingerprint
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
-from t5x.errors import UserError
 from t5x.files.digests import digest_of
 from t5x.files.directory import Directory, open_directory
 from t5x.files.disk_space import free_bytes, human_size
-from t5x.lazy_imports import import_extra
 from t5x.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)

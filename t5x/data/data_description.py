@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 MAX_INPUT_LENGTH, MAX_TARGET_LENGTH = 512, 128
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from t5x.data.code_hashes import fingerprint, same_code
+from t5x.data.content_hashes import fingerprint, same_code
 from t5x.data.feature_converters import FeatureConverter
-from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, name_of
+from t5x.data.specs import Feature
 
 logger = logging.getLogger(__name__)
 

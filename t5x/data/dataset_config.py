@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from t5x import user_modules
+from t5x._runtime import imports
+from t5x._runtime.errors import UserError
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task
-from t5x.errors import UserError
 
 
 @dataclasses.dataclass
@@ -98,16 +98,16 @@ def import_task_module(name_or_file: str) -> ModuleType:
         if path is None:
             from t5x.configuration import FALLBACKS  # imports gin
 
-            return user_modules.import_module(name_or_file, FALLBACKS)
+            return imports.import_module(name_or_file, FALLBACKS)
         module = _task_modules[path] = _import_file(path)
         return module
     except ModuleNotFoundError as error:
         if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
-            hint = user_modules.install_hint(error.name) or (
+            hint = imports.install_hint(error.name) or (
                 " Install its package, start t5x in its directory, or pass the path of the .py file."
             )
             raise UserError(f"There is no module {error.name!r} to import tasks from.{hint}") from error
-        hint = user_modules.install_hint(error.name)
+        hint = imports.install_hint(error.name)
         raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{hint}") from error
     except UserError:
         raise
@@ -122,7 +122,7 @@ def _import_file(path: str) -> ModuleType:
         if os.path.realpath(getattr(module, "__file__", None) or "") == path:
             return module
     name = re.sub(r"\W", "_", os.path.basename(path).removesuffix(".py"))
-    user_modules.allow(name, os.path.dirname(path))
+    imports.allow(name, os.path.dirname(path))
     spec = importlib.util.find_spec(name)
     if spec is not None and os.path.realpath(spec.origin or "") == path:
         return importlib.import_module(name)
@@ -132,7 +132,7 @@ def _import_file(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} cannot be imported. Its name must end in .py.")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    user_modules.trust(name)
+    imports.trust(name)
     try:
         spec.loader.exec_module(module)
     except BaseException:

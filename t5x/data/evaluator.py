@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, EvalBatch, eval_batches, measure_lengths
 from t5x.data.pipeline import Example, name_of
 from t5x.data.tasks import Mixture, Task, get_subtasks, tasks_with_split
-from t5x.errors import UserError
 from t5x.telemetry import EventFile, jsonl
 
 logger = logging.getLogger(__name__)

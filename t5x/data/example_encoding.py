@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 Example = dict[str, Any]
 

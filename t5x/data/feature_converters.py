@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.dataset_config import import_task_module
-from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
 from t5x.data.pipeline import Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
@@ -35,9 +35,9 @@ from t5x.data.sources import (
     TsvDataSource,
 )
 from t5x.data.sources.files import Patterns
+from t5x.data.specs import Feature
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
-from t5x.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.example_order import Order, mix
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.pipeline import Example, Pipeline, derive_seed
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.data.sources import BadExample
-from t5x.errors import UserError
+from t5x.data.specs import ConcatenateAndSplit
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.batch_workers import Counts, LocalRows, Prefetcher, WorkerRows
 from t5x.data.data_fingerprint import describe_changes, start_fingerprint
 from t5x.data.dataset_config import DatasetConfig
@@ -25,10 +26,9 @@ from t5x.data.lanes import (
     states_of_rows,
 )
 from t5x.data.pipeline import Example, Pipeline
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.data.sources import BadExample
+from t5x.data.specs import ConcatenateAndSplit
 from t5x.data.tasks import Task, check_split, get_subtasks, task_rates
-from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 

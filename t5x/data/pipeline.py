@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.feature_spec import ExamplesCache, Feature
-from t5x.data.preprocessor_kinds import CacheDatasetPlaceholder, ConcatenateAndSplit
+from t5x._runtime.errors import UserError
 from t5x.data.sources import BadExample, DataSource
-from t5x.errors import UserError
+from t5x.data.specs import CacheDatasetPlaceholder, ConcatenateAndSplit, ExamplesCache, Feature
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
@@ -44,7 +43,7 @@ class Pipeline:
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
         parameter, unless it is already bound; `seed` differs for every (epoch, example, preprocessor). `draw_seed` is a
         function that returns it, for preprocessors that rarely need one. For other kinds see
-        `t5x.data.preprocessor_kinds`.
+        `t5x.data.specs`.
       output_features: features that finished examples must have. Other fields are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
       seed: seed of all random preprocessors.

@@ -14,6 +14,7 @@ so that batches are exact after any interruption, as with all our data:
 One pass over the data is staged and repeated, so random preprocessors give the same result in every epoch.
 """
 
+
 import contextlib
 import copy
 import functools
@@ -27,19 +28,54 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, example_encoding
-from t5x.data.code_hashes import fingerprint
-from t5x.data.feature_spec import Feature
+from t5x.data.content_hashes import fingerprint
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
+from t5x.data.specs import Feature
 from t5x.data.tasks import Mixture, Task, other_registries
-from t5x.data.tf_data_values import from_tf_data, to_tf_data
 from t5x.data.vocabularies import as_vocabulary
-from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
 from t5x.files.disk_space import human_size
 from t5x.files.remote import mirrored
 from t5x.telemetry import Progress
+
+
+def from_tf_data(value: Any) -> Any:
+    """Convert a tf.data value to one as in our sources, where strings are str."""
+    return _convert(value, _decode_bytes)
+
+
+def to_tf_data(value: Any) -> Any:
+    """Undo `from_tf_data`."""
+    return _convert(value, lambda one: one.encode() if isinstance(one, str) else one)
+
+
+def _convert(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply `function` to every element of nested mappings, lists and object arrays."""
+    if hasattr(value, "to_list"):  # ragged
+        value = value.to_list()
+    if isinstance(value, Mapping):
+        return {name: _convert(one, function) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_convert(one, function) for one in value]
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        converted = np.empty(value.shape, object)
+        for place, one in np.ndenumerate(value):
+            converted[place] = _convert(one, function)
+        return converted
+    return function(value)
+
+
+def _decode_bytes(value: Any) -> Any:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.feature_converters import Example, FeatureConverter, Lengths, Row
-from t5x.errors import UserError
 
 _MOST_ROWS = 1000  # of one group of examples; one is expected
 

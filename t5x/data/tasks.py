@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from t5x import user_modules
+from t5x._runtime import imports
+from t5x._runtime.errors import UserError
 from t5x.data import cache_reader
-from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
 from t5x.data.sources import DataSource
-from t5x.errors import UserError
+from t5x.data.specs import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ def _unknown(name: str, kind: str, names: Sequence[str]) -> str:
         return (
             f"There is no {kind} {name!r}. It looks like one of the package t5: pass --import=t5.data.tasks, write "
             "`import t5.data.mixtures` in a gin file, or bind MIXTURE_OR_TASK_MODULE = 't5.data.tasks'. Without t5, "
-            f"these have only WMT, C4 and GLUE. To install it: {user_modules.INSTALL_T5}"
+            f"these have only WMT, C4 and GLUE. To install it: {imports.INSTALL_T5}"
         )
     return (
         f"There is no {kind} {name!r}. {hint} Import the module that adds it to the TaskRegistry: --import=MODULE, "

@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
-from t5x import user_modules
+from t5x._runtime import imports
+from t5x._runtime.errors import TemporaryError, UserError
 from t5x._runtime.version import PACKAGE
 from t5x.data import example_encoding
 from t5x.data.dataset_config import imported_task_modules
 from t5x.data.sources import BadExample
-from t5x.errors import TemporaryError, UserError
 
 _LENGTH = struct.Struct("<Q")
 _ERRORS = {"bad": BadExample, "user": UserError, "bug": RuntimeError}
@@ -178,7 +178,7 @@ def pickled(value: Any, instead: str) -> bytes:
     try:
         # "" is the current working directory; it goes last so that nothing there hides a module.
         path = sorted(sys.path, key=lambda entry: entry == "")
-        return cloudpickle.dumps((path, user_modules.snapshot(), cloudpickle.dumps(value)))
+        return cloudpickle.dumps((path, imports.snapshot(), cloudpickle.dumps(value)))
     except Exception as error:
         raise UserError(
             f"The task cannot be sent to worker processes ({type(error).__name__}: {error}). {instead}, or remove what "
@@ -195,7 +195,7 @@ def unpickled(content: bytes) -> Any:
 
     path, modules, value = cloudpickle.loads(content)
     sys.path[:] = path
-    user_modules.restore(modules)
+    imports.restore(modules)
     return cloudpickle.loads(value)
 
 

@@ -2,7 +2,17 @@
 
 from t5x.decoding import constraints
 from t5x.decoding.beam import beam_search, brevity_penalty
-from t5x.decoding.beam_helpers import (
+from t5x.decoding.limits import check_memory
+from t5x.decoding.sampling import (
+    MIN_TEMPERATURE,
+    SamplingLoopState,
+    StateCallbackFn,
+    greedy_decode,
+    temperature_sample,
+)
+from t5x.decoding.state import NEG_INF, DecodingState, example_keys, remove_prefix, repeat_rows
+from t5x.decoding.state import LogitCallback as LogitCallbackFn
+from t5x.decoding.t5x_api import (
     BeamState,
     _dynamic_update_vector_slice_in_dim,
     _is_tracer,
@@ -18,17 +28,6 @@ from t5x.decoding.beam_helpers import (
     top_k_two_stage,
     unflatten_beam_dim,
 )
-from t5x.decoding.limits import check_memory
-from t5x.decoding.rows import example_keys, remove_prefix, repeat_rows
-from t5x.decoding.sampling import (
-    MIN_TEMPERATURE,
-    SamplingLoopState,
-    StateCallbackFn,
-    greedy_decode,
-    temperature_sample,
-)
-from t5x.decoding.state import NEG_INF, DecodingState
-from t5x.decoding.state import LogitCallback as LogitCallbackFn
 
 __all__ = [
     "MIN_TEMPERATURE",

@@ -8,11 +8,23 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x._runtime.errors import ArgumentError
 from t5x.decoding import limits
 from t5x.decoding.loop import decoding_loop, is_row_independent
-from t5x.decoding.rows import is_eos, map_cache, repeat_rows, set_token, start_from_prompts, take_beams, token_at, top_k
-from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
-from t5x.errors import ArgumentError
+from t5x.decoding.state import (
+    NEG_INF,
+    DecodingState,
+    LogitCallback,
+    TokensToLogits,
+    is_eos,
+    map_cache,
+    repeat_rows,
+    set_token,
+    start_from_prompts,
+    take_beams,
+    token_at,
+    top_k,
+)
 
 _ROW_OFFSETS = "row_offsets"  # entry of the network's cache, see `network.attention.Mask`
 

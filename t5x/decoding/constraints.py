@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.decoding import limits
 from t5x.decoding.loop import is_row_independent, row_independent
-from t5x.decoding.rows import is_eos
-from t5x.decoding.state import NEG_INF, LogitCallback, StateView
-from t5x.errors import UserError
+from t5x.decoding.state import NEG_INF, LogitCallback, StateView, is_eos
 
 PENALTIES = (1e-3, 1e3)  # the smallest and the largest repetition penalty
 

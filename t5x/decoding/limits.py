@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files.disk_space import human_size
-from t5x.partitioning.memory import available_memory
+from t5x.partitioning.devices import available_memory
 
 _LARGEST_EXPONENT = 30  # of ten, which float32 holds together with any log probability
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
-from t5x.decoding.rows import map_cache
-from t5x.decoding.state import LogitCallback, StateView, TokensToLogits
+from t5x.decoding.state import LogitCallback, StateView, TokensToLogits, map_cache
 from t5x.partitioning.logical import shards_of
 
 _SHRINK_FACTOR = 4  # the second loop runs when at most 1 / _SHRINK_FACTOR of the examples are still open

@@ -7,11 +7,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x._runtime.errors import ArgumentError
 from t5x.decoding import limits
 from t5x.decoding.loop import decoding_loop, is_row_independent
-from t5x.decoding.rows import example_keys, is_eos, repeat_rows, set_token, start_from_prompts, take_beams, token_at
-from t5x.decoding.state import NEG_INF, LogitCallback, TokensToLogits
-from t5x.errors import ArgumentError
+from t5x.decoding.state import (
+    NEG_INF,
+    LogitCallback,
+    TokensToLogits,
+    example_keys,
+    is_eos,
+    repeat_rows,
+    set_token,
+    start_from_prompts,
+    take_beams,
+    token_at,
+)
 
 MIN_TEMPERATURE = 1e-4
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, locks
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.files.remote import is_remote

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Protocol
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files.local import FileEntry, LocalDirectory, Publication
 from t5x.files.remote import RemotePath, as_local
 from t5x.files.remote_directory import RemoteDirectory

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 SCHEME = "hf://"
 MODEL_ID = r"[\w.-]{1,96}/[\w.-]{1,96}"

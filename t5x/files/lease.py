@@ -20,10 +20,10 @@ from typing import Any
 
 import tensorstore as ts
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import object_stores
 from t5x.files.remote import RemotePath
-from t5x.files.remote_errors import explained
+from t5x.files.storage_errors import explained
 
 log = logging.getLogger(__name__)
 

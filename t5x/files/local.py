@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, NamedTuple
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, disk_space, locks
 from t5x.files.untrusted import open_inside, open_regular
 

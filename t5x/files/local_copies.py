@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory, user_files
 from t5x.files.cache_directory import CacheEntry
 from t5x.files.digests import digest_of
 from t5x.files.disk_space import human_size
-from t5x.files.downloads import download
 from t5x.files.local import Advance, Progress
-from t5x.files.remote import RemoteFile, RemotePath, as_local
+from t5x.files.remote import RemoteFile, RemotePath, as_local, download
 
 log = logging.getLogger(__name__)
 

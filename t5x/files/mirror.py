@@ -11,10 +11,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic
-from t5x.files.downloads import download
-from t5x.files.remote import RemotePath, is_remote, run_concurrently
+from t5x.files.remote import RemotePath, download, is_remote, run_concurrently
 from t5x.files.remote_directory import upload_directory
 from t5x.files.untrusted import is_plain_relative
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory
 from t5x.files.disk_space import human_size
 from t5x.files.local_copies import LocalCopy

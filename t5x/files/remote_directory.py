@@ -22,12 +22,11 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory, disk_space, locks
-from t5x.files.downloads import download
 from t5x.files.local import LOCK_FILE, FileEntry, Publication, name_aside, walk, write_file
-from t5x.files.remote import RemotePath, retried, run_concurrently
-from t5x.files.remote_errors import explained
+from t5x.files.remote import RemotePath, download, retried, run_concurrently
+from t5x.files.storage_errors import explained
 from t5x.files.untrusted import is_plain_relative
 
 if TYPE_CHECKING:

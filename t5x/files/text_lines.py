@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import user_files
 from t5x.files.remote import RemotePath, is_remote
-from t5x.files.remote_errors import explained
+from t5x.files.storage_errors import explained
 
 _BOM = b"\xef\xbb\xbf"
 

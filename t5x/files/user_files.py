@@ -5,7 +5,7 @@ import glob
 import os
 from io import BufferedReader
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files.remote import RemotePath, is_remote, mirrored
 from t5x.files.untrusted import open_regular
 

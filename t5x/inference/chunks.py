@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from t5x.errors import UserError, shorten
+from t5x._runtime.errors import UserError, shorten
 from t5x.files.digests import Digest, digest_of
 from t5x.files.directory import Directory, open_directory, split
 from t5x.files.local import LOCK_FILE

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription
-from t5x.errors import UserError
 from t5x.inference.generation import Generation
 from t5x.inference.input_lines import Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, Shard, check_counts, run_job

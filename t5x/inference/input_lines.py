@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.file_tasks import ENDINGS, TABLES, check_fields, ending_of, source_of
 from t5x.data.sources import DataSource, TextLineDataSource
 from t5x.data.sources.files import NoExamples
-from t5x.errors import UserError
 from t5x.files import text_lines, user_files
 from t5x.files.remote import is_remote
 from t5x.telemetry import jsonl

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from t5x.errors import UserError, check_at_least
+from t5x._runtime.errors import UserError, check_at_least
 from t5x.inference.input_lines import ExampleFile, Line
 from t5x.inference.output import Output
 from t5x.partitioning import distributed

@@ -1,35 +1,88 @@
 """The model of a checkpoint of any format, ready for strings. `t5x.load` adds the methods of ranking and answering."""
 
+
 import copy
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from t5x._runtime.errors import UserError, check_at_least, shorten
 from t5x.checkpoints import families, names, transfer
-from t5x.checkpoints.checkpoint_identity import fingerprint
+from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.model_description import load_model, model_of
-from t5x.data.data_description import DataDescription
+from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
-from t5x.errors import UserError, check_at_least, shorten
 from t5x.inference import generation
-from t5x.inference.buckets import FEW, coarse_bucket, coarse_shape, row_count
-from t5x.inference.engine import MANY_ROWS, Engine, MaskingVariants
+from t5x.inference.engine import FEW, MANY_ROWS, Engine, MaskingVariants, coarse_bucket, coarse_shape, row_count
 from t5x.inference.generation import Generation, cut_at_stop, without_padding
-from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import default_dtype
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state_layout import StateLayout
+
+
+def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[str], bool]:
+    """Return the strings of a string, an object with fields, or a list of these; and whether it was only one.
+
+    Args:
+      data: makes the string of an object.
+
+    Raises:
+      UserError: there is anything else.
+    """
+    if isinstance(inputs, str | Mapping):
+        return read_inputs([inputs], data)[0], True
+    data = data or DataDescription()
+    expected = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
+    if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
+        raise UserError(f"The input is {shorten(inputs)}: pass {expected}, or a list of these.")
+    texts = []
+    for i, each in enumerate(inputs):
+        try:
+            text = data.prefix + fill(data.inputs, each) if isinstance(each, Mapping) else each
+        except (KeyError, UserError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f"Input {i} is {shorten(each)}: it must be {expected}.")
+        texts.append(text)
+    return texts, False
+
+
+def read_pairs(pairs: Any) -> tuple[list[tuple[str, str]], bool]:
+    """Return the (input, target) of a list, or of a single pair; and whether it was only one.
+
+    Raises:
+      UserError: there is anything else.
+    """
+    is_single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
+    pairs = [pairs] if is_single else pairs
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+        raise UserError(f"score got {shorten(pairs)}: pass a list of (input, target), both strings.")
+    pairs = list(pairs)
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise UserError(f"Pair {i} is {shorten(pair)}: it must be (input, target), both strings.")
+    return pairs, is_single
+
+
+def encode_text(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[list[int], int]:
+    """Return the ids of a string, truncated to `limit` with EOS kept, and their number before truncation."""
+    end = [vocabulary.eos_id] if eos else []
+    ids = [*vocabulary.encode(text), *end]
+    if limit is None or len(ids) <= limit:
+        return ids, len(ids)
+    return [*ids[: limit - len(end)], *end], len(ids)
+
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from t5x import decoding
+from t5x._runtime.errors import UserError, did_you_mean
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding import constraints, limits
-from t5x.errors import UserError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5x.errors import UserError, located
+from t5x._runtime.errors import UserError, located
 from t5x.files.directory import open_directory, split
 from t5x.files.remote import is_remote
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign

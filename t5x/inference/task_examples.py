@@ -8,16 +8,16 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, preprocessors
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.example_order import Order
-from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
 from t5x.data.loader import read_once, read_positions, round_up_length
 from t5x.data.pipeline import Example, count_cacheable, name_of
 from t5x.data.sources import TFExampleDataSource
+from t5x.data.specs import Feature
 from t5x.data.tasks import Task, TaskRegistry
-from t5x.errors import UserError
 from t5x.inference.jobs import WHOLE, Shard
 
 

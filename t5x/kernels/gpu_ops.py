@@ -121,7 +121,7 @@ class TritonOps(GpuOps):
     def norm(self, x, scale, dtype, epsilon, *, branch=False):
         is_whole = x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1
         if is_whole and math.prod(x.shape[:-1]) >= _MANY_ROWS:
-            norms = kernel("t5x.network.norm_kernels", "triton")
+            norms = kernel("t5x.kernels.norms", "triton")
             if norms and norms.fits(x.shape[-1]):
                 both = norms.branch(x, scale, dtype, epsilon, self.hardware.interpret)
                 return both if branch else both[1]
@@ -129,7 +129,7 @@ class TritonOps(GpuOps):
 
     def gate(self, parts, activations, keep=None, dropout_rate=0.0):
         if isinstance(parts, jax.Array) and parts.ndim == 4 and (rows := math.prod(parts.shape[:2])) >= _MANY_ROWS:
-            elementwise = kernel("t5x.network.elementwise_kernels", "triton")
+            elementwise = kernel("t5x.kernels.elementwise", "triton")
             if elementwise and elementwise.fits(rows, parts.shape[-1]):
                 options = {"activations": activations, "interpret": self.hardware.interpret}
                 axes = [("batch", "length", None, "mlp"), ("batch", "length", "mlp")]
@@ -140,13 +140,13 @@ class TritonOps(GpuOps):
 
     def quantize(self, x, scale, dtype):
         if self.hardware.count == 1:
-            elementwise = kernel("t5x.network.elementwise_kernels", "triton")
+            elementwise = kernel("t5x.kernels.elementwise", "triton")
             if elementwise and elementwise.fits(*x.shape):
                 return elementwise.quantize(x, scale, dtype, interpret=self.hardware.interpret)
         return super().quantize(x, scale, dtype)
 
     def adafactor_kernels(self):
-        return kernel("t5x.optimizers.adafactor_kernels", "triton") if self.hardware.count == 1 else None
+        return kernel("t5x.kernels.adafactor", "triton") if self.hardware.count == 1 else None
 
     def attend_cached(self, query, key, value, mask, bias):
         if mask.position is None and bias is None and (decode := self._decode_kernel(query.shape[1], query.dtype, key)):
@@ -175,7 +175,7 @@ class TritonOps(GpuOps):
 
     def _decode_kernel(self, queries: int, dtype: Any, cache: jax.Array) -> Any:
         """Return the kernels of decoding steps; None if they do not take this cache and number of queries."""
-        decode = kernel("t5x.network.decode_kernel", "triton")
+        decode = kernel("t5x.kernels.decode_attention", "triton")
         return decode if decode and decode.fits(queries, dtype, cache) else None
 
 

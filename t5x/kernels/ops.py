@@ -213,7 +213,7 @@ class Ops:
 
     def attend_pallas(self, query, key, value, mask, bias, softcap=None) -> jax.Array:
         """Compute attention with our fused kernel, each device for its own rows and heads."""
-        flash = importlib.import_module("t5x.network.flash_attention")
+        flash = importlib.import_module("t5x.kernels.flash_attention")
         heads = "heads" if key.shape[2] == query.shape[2] else None
         layout = ("batch", "length", heads, "kv")
         compute = functools.partial(
@@ -230,7 +230,7 @@ class Ops:
         """Return the mask and the bias with what `attend` would derive from them; see `network.attention.prepare`."""
         if backend != "pallas":
             return mask, bias
-        flash = importlib.import_module("t5x.network.flash_preparation")
+        flash = importlib.import_module("t5x.kernels.flash_preparation")
         lengths = query.shape[1], key.shape[1]
         plan = flash.make_plan(
             lengths, query.shape[3], mask, bias, target=self.flash_target, interpret=self.hardware.interpret

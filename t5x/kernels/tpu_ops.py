@@ -20,7 +20,7 @@ class TpuOps(Ops):
             return super().refuses(backend, query, key, mask, softcap)
         if reason := shape_refuses(query, mask, ("bfloat16",)) or compiler_refuses("tpu"):
             return reason
-        flash = importlib.import_module("t5x.network.flash_attention")
+        flash = importlib.import_module("t5x.kernels.flash_attention")
         needed, available = flash.tpu_memory(query.shape, key.shape), vmem_bytes()
         if needed > available:
             lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"

@@ -1,6 +1,6 @@
 """Metrics of tasks, and accumulators of training metrics. Ranking measures are in `t5x.metrics.ranking`."""
 
-from t5x.lazy_imports import lazy_attributes
+from t5x._runtime.imports import lazy_attributes
 
 _MODULES = {
     "accumulators": (
@@ -8,15 +8,13 @@ _MODULES = {
         "create_metrics_dict", "is_metric_obj", "is_time_metric", "set_step_metrics_num_steps",
         "set_time_metrics_duration", "shape_obj_to_defined_obj",
     ),
-    "answers": ("squad", "squad_v2", "trivia_qa"),
+    "answers": ("accuracy", "edit_distance", "exact_match", "sequence_accuracy", "squad", "squad_v2", "trivia_qa"),
+    "bleu_rouge": ("bleu", "chrf", "rouge"),
     "labels": (
         "auc", "f1_score_with_invalid", "matthews_corrcoef", "mean_multiclass_f1", "pearson_corrcoef",
         "rank_classification", "score_auc", "spearman_corrcoef",
     ),
     "ranking": ("reranking",),
-    "summaries": ("rouge",),
-    "text": ("accuracy", "edit_distance", "exact_match", "sequence_accuracy"),
-    "translation": ("bleu", "chrf"),
 }  # fmt: skip
 TASK_METRICS = tuple(name for module, names in _MODULES.items() if module != "accumulators" for name in names)
 __all__ = sorted([*TASK_METRICS, *_MODULES["accumulators"]])

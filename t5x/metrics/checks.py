@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 
 def check_pairs(metric: str, targets: Any, inferences: Any, kind: str = "predictions") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.metrics.checks import check_pairs, number_pairs, numbers
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.metrics.checks import check_pairs, numbers
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x import decoding, losses
+from t5x import decoding
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
+from t5x.models import losses
 from t5x.models.base_metrics import compute_base_metrics
 from t5x.models.hooks import hooks_of
 from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours, padding

@@ -8,10 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x import decoding, losses
+from t5x import decoding
 from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding.loop import per_example_logits
+from t5x.models import losses
 from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
 from t5x.models.hooks import hooks_of
 from t5x.network import compute_params

@@ -9,13 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x import decoding, losses
+from t5x import decoding
+from t5x._runtime.errors import UserError
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.data.vocabularies.base import FileVocabulary
 from t5x.decoding.loop import per_example_logits, with_constraint
-from t5x.decoding.rows import is_eos
-from t5x.errors import UserError
+from t5x.decoding.state import is_eos
+from t5x.models import losses
 from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
 from t5x.models.hooks import hooks_of
 from t5x.network import CACHES, compute_params

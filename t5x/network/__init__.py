@@ -5,10 +5,9 @@ from t5x.network.attention import attend
 from t5x.network.blocks import CACHES
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 from t5x.network.decoder_only import DecoderWrapper
-from t5x.network.initial import initial_variables, logical_axes
-from t5x.network.precision import compute_params, default_dtype, is_ours
 from t5x.network.towers import LogitFactors
 from t5x.network.transformer import Transformer
+from t5x.network.variables import compute_params, default_dtype, initial_variables, is_ours, logical_axes
 
 __all__ = [
     "CACHES",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.ops import BACKENDS, ops
 from t5x.network.keys import Keys

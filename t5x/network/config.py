@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
 DTYPES = ("float32", "bfloat16", "float16")

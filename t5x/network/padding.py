@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask
 from t5x.kernels.ops import BACKENDS, ops
 from t5x.network.attention import by_reference

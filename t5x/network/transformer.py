@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask
 from t5x.network.config import T5Config
 from t5x.network.keys import Keys

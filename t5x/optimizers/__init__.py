@@ -13,20 +13,19 @@ Each Optax optimizer takes the parameters of its namesake. Without `learning_rat
 `t5x.adafactor` is T5's own optimizer.
 """
 
-from t5x.lazy_imports import lazy_attributes
+from t5x._runtime.imports import lazy_attributes
 
 # Inference needs only the protocol, without Optax.
 _MODULES = {
-    "applied_learning_rate": ("applied_schedule",),
     "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze"),
-    "optax_optimizers": (
-        "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "noisy_sgd",
-        "radam", "rmsprop", "sgd", "yogi",
+    "optax_state": ("OptaxStatePartitionRules",),
+    "optax_wrapper": (
+        "OptaxWrapper", "adabelief", "adagrad", "adam", "adamw", "chain", "dpsgd", "fromage", "lamb", "lars", "lion",
+        "muon", "noisy_sgd", "radam", "rmsprop", "sgd", "wrap_optax_optimizer", "yogi",
     ),
-    "optax_wrapper": ("OptaxWrapper", "chain", "dpsgd", "muon", "wrap_optax_optimizer"),
     "patterns": ("weight_decay_mask",),
     "protocol": ("Optimizer", "OptimizerDef", "OptimizerDefType", "OptimizerState", "OptimizerType", "trained"),
-    "state_rules": ("OptaxStatePartitionRules",),
+    "schedules": ("applied_schedule",),
 }  # fmt: skip
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

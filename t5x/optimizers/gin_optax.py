@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from t5x.optimizers.applied_learning_rate import record_learning_rates
+from t5x.optimizers.schedules import record_learning_rates
 
 
 class _Recording(types.ModuleType):

@@ -8,11 +8,10 @@ import flax.traverse_util
 import jax
 import optax
 
-from t5x.errors import UserError
-from t5x.optimizers.applied_learning_rate import unknown_rate
+from t5x._runtime.errors import UserError
 from t5x.optimizers.patterns import Patterns, paths_in, select
 from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained, updated
-from t5x.optimizers.schedules import Schedule
+from t5x.optimizers.schedules import Schedule, unknown_rate
 
 log = logging.getLogger(__name__)
 

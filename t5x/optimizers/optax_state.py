@@ -4,6 +4,7 @@ Optax keeps state in named tuples. It is stored as nested dictionaries by field 
 parts, exactly as T5X writes it: `1/0/mu/encoder/…`, `1/0/count`. Random keys are stored as their data.
 """
 
+
 import functools
 import logging
 import operator
@@ -99,3 +100,31 @@ def _names(keys: Sequence[Any]) -> tuple[str, ...]:
 
 def _is_random_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+class OptaxStatePartitionRules:
+    """The logical axes of an Optax state; unlike T5X's, without a table of its classes."""
+
+    @classmethod
+    def derive_params_axes(cls, optax_state_tree: Any, params_axes: Any) -> Any:
+        """Return the logical axes of parameters, unchanged."""
+        return params_axes
+
+    @classmethod
+    def derive_optax_logical_axes(cls, optax_state_tree: Any, params_axes: Any) -> Any:
+        """Return the state with logical axes instead of arrays.
+
+        Args:
+          optax_state_tree: a state, or its shapes.
+          params_axes: logical axes of the parameters. An array belongs to the parameter whose path ends its own.
+        """
+        is_axes = lambda node: node is None or isinstance(node, tuple)
+        flat = jax.tree_util.tree_leaves_with_path(params_axes, is_axes)
+        owners = {_names(keys): axes for keys, axes in flat}
+
+        def axes_of(keys: Any, leaf: Any) -> Any:
+            names = _names(keys)
+            matches = (owners[names[start:]] for start in range(len(names)) if names[start:] in owners)
+            return next(matches, None)
+
+        return jax.tree_util.tree_map_with_path(axes_of, optax_state_tree)

@@ -1,5 +1,6 @@
 """Optax transformations as optimizers of the trainer."""
 
+
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,12 +9,11 @@ import jax
 import optax
 from optax import contrib
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.optimizers import optax_state
-from t5x.optimizers.applied_learning_rate import Rate, as_schedule, rates_in, unknown_rate
 from t5x.optimizers.patterns import path_of
 from t5x.optimizers.protocol import TreeOptimizer
-from t5x.optimizers.schedules import Schedule
+from t5x.optimizers.schedules import Rate, Schedule, as_schedule, rates_in, unknown_rate
 
 Tree = Any
 Make = Callable[[float | jax.Array, Tree], optax.GradientTransformation]
@@ -211,3 +211,18 @@ biases, norms and parameters without logical axes. Set `muon_weight_dimension_nu
 def dpsgd(*args: Any, **kwargs: Any) -> Any:
     """Raise a UserError: DP-SGD needs per-example gradients, which the trainer does not compute."""
     raise UserError("optimizers.dpsgd needs per-example gradients, which the trainer lacks. Choose another optimizer.")
+
+
+adabelief = wrap_optax_optimizer(optax.adabelief)
+adagrad = wrap_optax_optimizer(optax.adagrad)
+adam = wrap_optax_optimizer(optax.adam)
+adamw = wrap_optax_optimizer(optax.adamw)
+fromage = wrap_optax_optimizer(optax.fromage)
+lamb = wrap_optax_optimizer(optax.lamb)
+lars = wrap_optax_optimizer(optax.lars)
+lion = wrap_optax_optimizer(optax.lion)
+noisy_sgd = wrap_optax_optimizer(optax.noisy_sgd)
+radam = wrap_optax_optimizer(optax.radam)
+rmsprop = wrap_optax_optimizer(optax.rmsprop)
+sgd = wrap_optax_optimizer(optax.sgd)
+yogi = wrap_optax_optimizer(optax.yogi)

@@ -12,7 +12,7 @@ import flax.traverse_util
 import jax
 import optax
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 Tree = Any
 

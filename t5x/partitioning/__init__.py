@@ -4,12 +4,18 @@
 
 from jax.sharding import PartitionSpec
 
-from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
 from t5x.partitioning.logical import AxisRules as LogicalAxisRules
 from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes
-from t5x.partitioning.partitioner import BasePartitioner, BasePjitPartitioner, DataLayout, PjitPartitioner
+from t5x.partitioning.partitioner import (
+    BasePartitioner,
+    BasePjitPartitioner,
+    DataLayout,
+    LocalChunker,
+    LocalChunkInfo,
+    PjitPartitioner,
+)
 from t5x.partitioning.rules import standard_logical_axis_rules
-from t5x.partitioning.t5x_meshes import (
+from t5x.partitioning.t5x_api import (
     AxisNames,
     PjittedFnWithContext,
     bounds_from_last_device,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from t5x.errors import UserError, check_at_least
+from t5x._runtime.errors import UserError, check_at_least
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 
-from t5x.errors import UserError
-from t5x.files.remote_errors import TransientError
-from t5x.files.system_errors import errno_of, first_line
+from t5x._runtime.errors import UserError
+from t5x.files.storage_errors import TransientError, errno_of, first_line
 
 PEER_LAG_SECONDS = 3600.0  # that one process may lag behind another, while it computes metrics or compiles
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from t5x.errors import ArgumentError
+from t5x._runtime.errors import ArgumentError
 from t5x.partitioning import multiprocess
 
 AXES = ("data", "model")

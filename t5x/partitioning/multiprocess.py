@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
+from t5x._runtime.signals import EXIT_CODES
 from t5x.partitioning import cluster, rendezvous
 from t5x.partitioning.relay import start_relay
 from t5x.partitioning.rendezvous import Member
 from t5x.partitioning.watch import DRAIN_SECONDS, PEER_NEWS_SECONDS, PeerWatcher
-from t5x.verbs.interrupts import EXIT_CODES
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """The mesh, and the shardings of arrays on it."""
 
+
 import contextlib
 import functools
 import logging
@@ -10,14 +11,60 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from t5x.errors import ArgumentError
-from t5x.partitioning import logical, meshes, presets
-from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
+from t5x._runtime.errors import ArgumentError
+from t5x.partitioning import logical, meshes
 from t5x.partitioning.devices import on_nvidia_gpu, platform
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
-from t5x.partitioning.rules import check_rules, standard_logical_axis_rules
+from t5x.partitioning.rules import Preset, check_rules, model_axis, preset_named, standard_logical_axis_rules
+
+
+class LocalChunkInfo(NamedTuple):
+    """The part of an array that a process holds.
+
+    Attributes:
+      slice: its position in the array.
+      replica_id: how many processes with a lower index hold the same part.
+    """
+
+    slice: tuple[slice, ...]
+    replica_id: int
+
+
+class LocalChunker:
+    """Finds the chunks of this process on a mesh."""
+
+    def __init__(self, global_mesh: Mesh):
+        self.global_mesh = global_mesh
+
+    def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: PartitionSpec | None) -> LocalChunkInfo:
+        """Return the smallest block that contains all shards of this process."""
+        sharding = NamedSharding(self.global_mesh, mesh_axes or PartitionSpec())
+        blocks: dict[int, list[tuple[slice, ...]]] = {}
+        indices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(tuple(global_shape))
+        for device, index in indices.items():
+            blocks.setdefault(device.process_index, []).append(index)
+
+        def hull(indices: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
+            by_dimension = zip(global_shape, zip(*indices, strict=True), strict=True)
+            ranges = [[range(size)[part] for part in parts] for size, parts in by_dimension]
+            return tuple(slice(min(r.start for r in rs), max(r.stop for r in rs)) for rs in ranges)
+
+        mine = hull(blocks[jax.process_index()])
+        replica = sum(hull(blocks[process]) == mine for process in blocks if process < jax.process_index())
+        return LocalChunkInfo(mine, replica)
+
+    def get_shard_id(self, mesh_axis: str) -> int:
+        """Return the index of this process along a mesh axis."""
+        size = self.global_mesh.shape[mesh_axis]
+        chunk = self.get_local_chunk_info((size,), PartitionSpec(mesh_axis)).slice[0]
+        return chunk.start // (chunk.stop - chunk.start)
+
+    def get_replica_id(self, mesh_axis: str) -> int:
+        """Return how many processes with a lower index have the same position along a mesh axis."""
+        return self.get_local_chunk_info((self.global_mesh.shape[mesh_axis],), PartitionSpec(mesh_axis)).replica_id
+
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +122,7 @@ class BasePartitioner:
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None
         if preset is not None:
-            chosen = presets.preset_named(preset)
+            chosen = preset_named(preset)
             _check_preset(preset, chosen, model, (ici_mesh_shape, dcn_mesh_shape), rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
@@ -89,7 +136,7 @@ class BasePartitioner:
             raise ArgumentError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
         else:
             if preset is not None and model == 1:
-                model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
+                model = model_axis(preset, len(devices), meshes.machine_sizes(devices))
             self.mesh = meshes.model_parallel(model, devices)
         default = chosen.rules() if chosen else standard_logical_axis_rules()
         self.rules = self._on_mesh(default if rules is None else rules)
@@ -416,7 +463,7 @@ def _own_rules(rules: AxisRules) -> AxisRules | None:
 
 
 def _check_preset(
-    name: str, preset: presets.Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None
+    name: str, preset: Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None
 ) -> None:
     """Raise an ArgumentError if another argument contradicts the preset."""
     where = f"PjitPartitioner.preset {name!r}"

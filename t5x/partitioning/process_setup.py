@@ -7,7 +7,7 @@ import platform
 
 import jax
 
-from t5x import startup
+from t5x._runtime import startup
 from t5x.files import cache_directory
 from t5x.partitioning import distributed
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning.cluster import TOKEN, ProcessAddress
 from t5x.partitioning.link import Channel, Unauthenticated
 

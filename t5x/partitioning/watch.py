@@ -16,10 +16,10 @@ import threading
 import time
 from typing import Any
 
-from t5x.errors import TemporaryError
+from t5x._runtime.errors import TemporaryError
+from t5x._runtime.signals import print_now
 from t5x.partitioning.link import Channel
 from t5x.partitioning.rendezvous import Member
-from t5x.verbs.interrupts import print_now
 
 DIED = TemporaryError.exit_code
 

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401
 
-from t5x.telemetry.metric_writer import MetricWriter
+from t5x.telemetry.metric_writer import EventFile, MetricWriter
 from t5x.telemetry.progress import Progress, copy_progress
-from t5x.telemetry.tensorboard_events import EventFile
 from t5x.telemetry.throughput import Throughput, ThroughputClock

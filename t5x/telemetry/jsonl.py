@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files.directory import split
 
 logger = logging.getLogger(__name__)

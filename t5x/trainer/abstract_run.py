@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t5x._runtime.errors import UserError
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter, shapes_and_types
 from t5x.data.tasks import get_subtasks
-from t5x.errors import UserError
 from t5x.files.remote import offline
 from t5x.models import BaseModel
 from t5x.partitioning import BasePartitioner
+from t5x.trainer.checks import check_extensions
 from t5x.trainer.datasets import first_batch, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import tasks_with_metrics
-from t5x.trainer.extension_checks import check_extensions
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state_layout import StateLayout
 from t5x.trainer.trainer import BaseTrainer, Trainer
 
 log = logging.getLogger(__name__)

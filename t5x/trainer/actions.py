@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.metrics.accumulators import Scalar
 from t5x.partitioning import distributed
-from t5x.train_state import TrainState
+from t5x.trainer.train_state import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, TrainLoader, eval_batches, train_loader
 from t5x.data.seqio_converters import make_converter, shapes_and_types
 from t5x.data.tasks import tasks_with_split
-from t5x.errors import UserError
 from t5x.models import BaseModel, BaseTransformerModel
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, get_subtasks
-from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics
 from t5x.models import BaseModel
 from t5x.network.padding import MaskingVariants
@@ -22,7 +22,7 @@ from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
 from t5x.telemetry.metric_writer import METRICS_FILE, RunDirectory
 from t5x.trainer.datasets import numpy_batches
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state_layout import StateLayout
 from t5x.trainer.trainer import Trainer, summarize
 
 log = logging.getLogger(__name__)

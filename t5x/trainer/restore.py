@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import names, transfer, tree
 from t5x.checkpoints.assignment import RestoreRules
-from t5x.checkpoints.checkpoint_identity import fingerprint
+from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
@@ -27,15 +28,14 @@ from t5x.checkpoints.model_description import check_same_model
 from t5x.checkpoints.paths import open_files
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.lanes import join_states, merge_states, states_of_rows
-from t5x.errors import UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, consistency, distributed
-from t5x.train_state import TrainState
 from t5x.trainer.datasets import first_batch, input_spec
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state_layout import StateLayout
+from t5x.trainer.train_state import TrainState
 
 log = logging.getLogger(__name__)
 

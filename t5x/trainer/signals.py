@@ -3,19 +3,23 @@
 JAX's preemption service also handles SIGTERM in several processes; this one handles Ctrl-C as well.
 """
 
+
+import contextlib
 import itertools
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 
+from t5x._runtime.signals import EXIT_CODES, print_now, signal_main_thread
 from t5x.partitioning import distributed
-from t5x.verbs.interrupts import EXIT_CODES, print_now
 
 _POLL_SECONDS = 0.5
 _numbers = itertools.count()
@@ -147,3 +151,54 @@ class _CommonStop:
             with self._lock:
                 self._published = True
             self._last.set_exception(error)
+
+
+log = logging.getLogger(__name__)
+
+_METADATA_HOST = "metadata.google.internal"
+_PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec=60"
+_METADATA_RETRY_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def watch_for_preemption() -> Iterator[None]:
+    """During the block, a notice of preemption sends SIGTERM to this process. Does nothing outside Compute Engine.
+
+    GCE_METADATA_HOST, as in Google's own libraries, names another metadata server.
+    """
+    closed = threading.Event()
+    if host := _metadata_host():
+        threading.Thread(target=_await_notice, args=(host, closed), name="t5x-preemption", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
+
+
+def _await_notice(host: str, closed: threading.Event) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has other metadata
+    path = _PREEMPTED_PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
+    while not closed.is_set():
+        request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
+        try:
+            with opener.open(request, timeout=90) as response:
+                preempted = response.read(100).strip() == b"TRUE"
+        except (OSError, ValueError) as error:
+            log.debug("the metadata server %s did not answer: %s", host, error)
+            closed.wait(_METADATA_RETRY_SECONDS)
+            continue
+        path = _PREEMPTED_PATH
+        if preempted and not closed.is_set():
+            log.warning("this machine is being preempted")
+            signal_main_thread(signal.SIGTERM)
+            return
+
+
+def _metadata_host() -> str | None:
+    if host := os.environ.get("GCE_METADATA_HOST"):
+        return host
+    try:
+        with open("/sys/class/dmi/id/product_name") as file:
+            return _METADATA_HOST if "Google Compute Engine" in file.read() else None
+    except OSError:
+        return None

@@ -11,17 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, compute, merge
 from t5x.models import BaseModel
 from t5x.network import padding
 from t5x.optimizers import applied_schedule
 from t5x.optimizers.schedules import Schedule
 from t5x.partitioning import BasePartitioner
-from t5x.train_state import TrainState
 from t5x.trainer.metrics_manager import MetricsManager
-from t5x.trainer.step import eval_step, train_with_lr
-from t5x.trainer.weight_metrics import WeightMetricsComputer
+from t5x.trainer.step import WeightMetricsComputer, eval_step, train_with_lr
+from t5x.trainer.train_state import TrainState
 
 log = logging.getLogger(__name__)
 

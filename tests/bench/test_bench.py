@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from benchmarks.bench import checkpoint, compute, measures, report
-from t5x import cli
+from t5x._runtime.errors import UserError
+from t5x.apps.planning.workload import Workload
 from t5x.checkpoints import save_errors
-from t5x.errors import UserError
+from t5x.cli import main
 from t5x.inference.loaded import LoadedModel
-from t5x.planning.workload import Workload
-from tests import programs
+from tests.support import programs
 
 TINY = ("--size", "tiny", "--batch", 2, "--inputs", 8, "--targets", 8, "--steps", 2)
 
@@ -226,7 +226,7 @@ def test_interrupted(tmp_path):
 
 def test_the_former_verb_names_the_program(capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "train"])
+        main.main(["bench", "train"])
     assert "`python -m benchmarks.bench`" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import REPO, environment
+from tests.support.programs import REPO, environment
 
 sys.path.append(str(REPO / "benchmarks"))
 import peers

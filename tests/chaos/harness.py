@@ -35,8 +35,8 @@ import numpy as np
 
 from t5x import checkpoints
 from t5x.files.remote import RemotePath
-from tests.programs import REPO, SMALL, environment, free_port
-from tests.xla_flags import QUICK_COMPILATION
+from tests.support.programs import REPO, SMALL, environment, free_port
+from tests.support.xla_flags import QUICK_COMPILATION
 
 _PATIENCE = 120.0  # seconds in which the processes that were not killed must end by themselves
 _RENDEZVOUS = 90  # seconds that a process waits for one that was killed before it could be reached

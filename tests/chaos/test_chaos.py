@@ -1,4 +1,4 @@
-"""A few kills of what `make chaos` does a hundred times. tests/test_train.py has one for `make test`."""
+"""A few kills of what `make chaos` does a hundred times. tests/runs/test_train.py has one for `make test`."""
 
 import random
 import time

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.programs import environment, start_python
+from tests.support.programs import environment, start_python
 
 PROGRAMS = Path(__file__).parent / "programs"
 SIDECARS = {"model.json": b'{"emb_dim": 8}', "dataset/train-000-of-001.json": b"{}", "vocabulary/inputs/a.txt": b"abc"}

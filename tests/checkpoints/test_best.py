@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, Ranking, SaveBestCheckpointer
 from t5x.checkpoints.best import BestRule
 from t5x.checkpoints.config import SaveCheckpointConfig
 from t5x.data import JSONLogger
-from t5x.errors import UserError
 from t5x.telemetry import MetricWriter
 
 METRIC = "inference_eval/dates/exact_match"

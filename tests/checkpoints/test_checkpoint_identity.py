@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from t5x.checkpoints.checkpoint_identity import fingerprint
+from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.formats import Source
 
 KINDS = {

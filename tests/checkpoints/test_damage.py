@@ -17,15 +17,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import tree as trees
+from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
-from t5x.convert import convert
-from t5x.errors import UserError
 from tests.checkpoints.formats import bundle_writer as bundles
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.native_helpers import spec, write_msgpack
-from tests.commands import run
+from tests.support.commands import run
 
 CHECKED = ("t5x", "native", "hf", "sharded hf", "Mesh TensorFlow")
 FORMATS = (*CHECKED, "T5X Orbax")

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, save_errors
-from t5x.errors import UserError
 from t5x.files import disk_space
-from tests.disks import fill
+from tests.support.disks import fill
 
 from .helpers import SIDECARS, assert_same, make_tree, names
 

@@ -13,18 +13,18 @@ import pytest
 import tensorstore as ts
 
 import t5x
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import checkpoint_reader, layout, manifest, ocdbt, paths
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.safety import check_expansion
 from t5x.checkpoints.model_description import check_same_model
-from t5x.errors import UserError
 from t5x.trainer.restore import RunState
-from tests import tiny
 from tests.checkpoints.formats.bundle_writer import varint
-from tests.commands import run
 from tests.fuzz.file_mutations import repair
 from tests.fuzz.originals import FORMATS, STEP, write_originals
 from tests.fuzz.worker import Opened
+from tests.support import tiny
+from tests.support.commands import run
 
 OURS = f"checkpoint_{STEP}"
 

@@ -8,17 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from t5x.adafactor import Adafactor
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import array_writer, restore
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.layout import arranged, canonical
-from t5x.errors import UserError
 from t5x.network import T5Config
+from t5x.optimizers.adafactor import Adafactor
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
+from tests.support import tiny
 
 # One dimension of each kernel is the larger one, and not always the same.
 CONFIG = dataclasses.replace(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock, paths, remote_writing
 from t5x.checkpoints.best import BEST_FILE, BestRule, Ranking
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
-from t5x.errors import UserError
 from t5x.files import lease, locks, remote
 from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, DamagedCheckpoint
 from t5x.checkpoints import manifest as manifests
-from t5x.errors import UserError
 
 from .helpers import SIDECARS, make_tree
 

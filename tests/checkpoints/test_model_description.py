@@ -4,17 +4,17 @@ import json
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import read_description
 from t5x.checkpoints.model_description import check_same_model, load_model, sidecars
 from t5x.configuration import names
 from t5x.data import ByteVocabulary, PassThroughVocabulary
-from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.network import Transformer
 from t5x.trainer.restore import RunState, restore_or_init
-from tests import tiny
+from tests.support import tiny
 
 from .helpers import make_tree
 

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock, paths
 from t5x.checkpoints.model_dir_lock import LOCK_FILE
-from t5x.errors import UserError
 
 from .helpers import start_program
 

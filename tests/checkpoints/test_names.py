@@ -8,12 +8,12 @@ import huggingface_hub.constants
 import pytest
 
 import t5x
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import names
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import SentencePieceVocabulary
-from t5x.errors import UserError
-from tests import hub_mirror, programs
 from tests.inference.models import byte_model
+from tests.support import hub_mirror, programs
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import fsspec
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, manifest, paths
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.errors import UserError
 from t5x.files import remote, remote_directory
 from t5x.files.remote import RemotePath
-from t5x.files.remote_errors import TransientError
+from t5x.files.storage_errors import TransientError
 
 from .helpers import assert_same, make_tree
 

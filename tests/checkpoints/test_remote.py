@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import convert
-from t5x.checkpoints import checkpoint_reader, paths, remote_reading
+from t5x._runtime.errors import UserError
+from t5x.checkpoints import checkpoint_reader, convert, paths, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
-from t5x.errors import UserError
-from t5x.files import atomic, cache_directory, downloads, remote
-from t5x.verbs.inspect import inspect
+from t5x.cli.inspect_verb import inspect
+from t5x.files import atomic, cache_directory, remote
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -91,7 +90,7 @@ def published(fs, path):
 
 
 def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, caplog, monkeypatch):
-    monkeypatch.setattr(downloads, "_CHUNK", 1000)  # the arrays come in several pieces
+    monkeypatch.setattr(remote, "_CHUNK", 1000)  # the arrays come in several pieces
     local = save(tmp_path, 7)
     upload(fs, local, "/bucket/run/checkpoint_7")
     staged = remote_reading.stage(f"{RUN}/checkpoint_7/")
@@ -196,7 +195,7 @@ def test_interrupted_copy_resumes(fs, tmp_path, cache, monkeypatch):
         fs.pipe_file(f"/bucket/native/{number}", bytes([number]) * 1500)
     fs.pipe_file("/bucket/native/checkpoint", b"")
     original, read = MemoryFileSystem.cat_file, []
-    monkeypatch.setattr(downloads, "_CHUNK", 1000)
+    monkeypatch.setattr(remote, "_CHUNK", 1000)
     monkeypatch.setattr(remote, "_REQUESTS", 1)
 
     def cat_file(self, path, *args, **kwargs):
@@ -307,7 +306,7 @@ def test_a_copy_is_read_from_a_cache_that_cannot_be_written(fs, hf, monkeypatch)
 
 def test_a_full_disk(fs, hf, cache, monkeypatch):
     upload(fs, hf, "/bucket/hf")
-    for module in (cache_directory, downloads):
+    for module in (cache_directory, remote):
         monkeypatch.setattr(module, "free_bytes", lambda _: 1234)
     with pytest.raises(UserError, match=rf"bucket/hf .*{cache} .*kB needed, 1\.2 kB free.*T5X_CACHE_DIR"):
         remote_reading.stage("memory://bucket/hf")

@@ -7,10 +7,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import remote_reading
-from t5x.errors import UserError
 from t5x.files import remote
-from t5x.files.remote_errors import explained
+from t5x.files.storage_errors import explained
 
 
 @pytest.fixture(autouse=True)

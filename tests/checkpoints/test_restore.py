@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x import checkpoints
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, restore
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.errors import UserError
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
 

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, tree
 from t5x.checkpoints.assignment import AssignmentMap
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.model_description import sidecars
-from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import RunState, restore_or_init, restore_params, restore_state
-from tests import tiny
+from tests.support import tiny
 
 UNROLLED = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=2, num_decoder_layers=1)
 SCANNED = dataclasses.replace(UNROLLED, scan_layers=True)

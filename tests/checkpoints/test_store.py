@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import (
     CheckpointStore,
     DamagedCheckpoint,
@@ -17,9 +18,8 @@ from t5x.checkpoints import (
     paths,
     save_errors,
 )
-from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.files.remote_errors import TransientError
+from t5x.files.storage_errors import TransientError
 
 from .helpers import SIDECARS, assert_same, make_tree, names
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, paths, transfer
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.model_description import sidecars
-from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import RunState
-from t5x.trainer.state import StateLayout
-from tests import tiny
-from tests.programs import free_port
+from t5x.trainer.state_layout import StateLayout
+from tests.support import tiny
+from tests.support.programs import free_port
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, names, start_program
 

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import tree
-from t5x.errors import UserError
 
 
 def zeros(*shape):

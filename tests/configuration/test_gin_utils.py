@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from t5x import configuration, gin_utils
-from t5x.errors import UserError
+from t5x import configuration
+from t5x._runtime.errors import UserError
+from t5x.configuration import gin_utils
 
 
 class Writer:

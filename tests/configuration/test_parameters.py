@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from t5x import configuration
-from t5x.configuration.parameters import accepts, fits
+from t5x.configuration.values import accepts, fits
 
 
 class Axis(enum.Enum):

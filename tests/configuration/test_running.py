@@ -3,7 +3,7 @@
 import pytest
 
 from t5x import configuration
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 HEAD = """
 from __gin__ import dynamic_registration

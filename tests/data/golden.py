@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.data.conftest import SHARED
-from tests.programs import reference_answers
+from tests.support.programs import reference_answers
 
 _PROGRAM = Path(__file__).parent / "programs/seqio_reference.py"
 

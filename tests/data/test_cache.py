@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
+from t5x.cli.cache_verb import cache_tasks
 from t5x.data import cache_reader, cache_writer, example_encoding, preprocessors
-from t5x.data.code_hashes import fingerprint
+from t5x.data.content_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit, composite
-from t5x.errors import UserError
+from t5x.data.specs import ConcatenateAndSplit, composite
 from t5x.files import atomic
 from t5x.files.directory import open_directory
-from t5x.verbs.cache import cache_tasks
-from tests import commands
 from tests.data.conftest import byte_features
-from tests.programs import REPO, environment, reference_python
+from tests.support import commands
+from tests.support.programs import REPO, environment, reference_python
 
 LENGTHS = {"inputs": 16, "targets": 16}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from tests.data.test_cache import is_cached, make_task, write_cache
 
 NESTED = "[" * 100_000

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from t5x.data.code_hashes import fingerprint, same_code
+from t5x.data.content_hashes import fingerprint, same_code
 
 HELPERS = """
 def helped(text):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from t5x import data
-from t5x.data import cache_writer, file_digests, preprocessors, seqio_bridge
+from t5x._runtime.errors import UserError
+from t5x.data import cache_writer, content_hashes, preprocessors, seqio_bridge
 from t5x.data.dataset_config import import_task_module
 from t5x.data.file_tasks import pair
 from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
-from t5x.errors import UserError
-from tests import programs
+from tests.support import programs
 
 from .conftest import byte_features, make_task
 
@@ -87,40 +87,40 @@ def test_files_that_were_added_or_reordered_are_noticed(write, tmp_path):
 
 def test_a_kept_digest_is_of_the_content_even_if_the_times_are_put_back(write, tmp_path, monkeypatch):
     monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_digests, "_WORTH_KEEPING", 1)
-    monkeypatch.setattr(file_digests, "_SETTLED", 0)
+    monkeypatch.setattr(content_hashes, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(content_hashes, "_SETTLED", 0)
     path = write("train.jsonl", PAIRS)
     stamp = os.stat(path)
-    copy = file_digests.LocalCopy(path, path, "")
-    first = file_digests.hash_data_files([copy])
+    copy = content_hashes.LocalCopy(path, path, "")
+    first = content_hashes.hash_data_files([copy])
     (kept,) = (tmp_path / "cache/data/digests").iterdir()
     when = kept.stat().st_mtime_ns
-    assert file_digests.hash_data_files([copy]) == first and kept.stat().st_mtime_ns == when  # it was not hashed again
+    assert content_hashes.hash_data_files([copy]) == first and kept.stat().st_mtime_ns == when  # it was not hashed again
     time.sleep(0.02)
     with open(path, "r+b") as file:
         file.write(b'{"inputs": "NUMBER')
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert os.stat(path).st_mtime_ns == stamp.st_mtime_ns and os.stat(path).st_ino == stamp.st_ino
-    assert file_digests.hash_data_files([copy]) != first
+    assert content_hashes.hash_data_files([copy]) != first
     kept.write_text("{")
-    assert file_digests.hash_data_files([copy]) != first
+    assert content_hashes.hash_data_files([copy]) != first
 
 
 def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_digests, "_ALWAYS_WHOLE", 1000)
-    monkeypatch.setattr(file_digests, "_ALL_WHOLE", 10_000)
-    monkeypatch.setattr(file_digests, "_BLOCK", 10)
+    monkeypatch.setattr(content_hashes, "_ALWAYS_WHOLE", 1000)
+    monkeypatch.setattr(content_hashes, "_ALL_WHOLE", 10_000)
+    monkeypatch.setattr(content_hashes, "_BLOCK", 10)
     large, small = tmp_path / "large", tmp_path / "small"
     large.write_bytes(bytes(100_000)), small.write_bytes(bytes(1000))
-    copies = [file_digests.LocalCopy(str(path), path.name, "") for path in (large, small)]
+    copies = [content_hashes.LocalCopy(str(path), path.name, "") for path in (large, small)]
 
     def digests_after(path, at):
         content = bytearray(path.read_bytes())
         content[at] ^= 1
         path.write_bytes(content)
-        return [digest for _, _, digest in file_digests.hash_data_files(copies)]
+        return [digest for _, _, digest in content_hashes.hash_data_files(copies)]
 
-    first = [digest for _, _, digest in file_digests.hash_data_files(copies)]
+    first = [digest for _, _, digest in content_hashes.hash_data_files(copies)]
     assert digests_after(large, 500) == first  # between the blocks
     ends = digests_after(large, 99_999)
     assert ends[0] != first[0] and ends[1] == first[1]
@@ -128,13 +128,13 @@ def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
 
 
 def test_of_very_many_files_one_digest_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_digests, "_LISTED", 3)
+    monkeypatch.setattr(content_hashes, "_LISTED", 3)
     for name in "abcd":
         (tmp_path / name).write_text(name)
-    copies = [file_digests.LocalCopy(str(tmp_path / name), name, "") for name in "abcd"]
-    (before,) = file_digests.hash_data_files(copies)
+    copies = [content_hashes.LocalCopy(str(tmp_path / name), name, "") for name in "abcd"]
+    (before,) = content_hashes.hash_data_files(copies)
     (tmp_path / "c").write_text("C")
-    (after,) = file_digests.hash_data_files(copies)
+    (after,) = content_hashes.hash_data_files(copies)
     assert before[:2] == after[:2] == ["a and 3 more", 4] and before[2] != after[2]
 
 

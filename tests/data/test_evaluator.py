@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data.evaluator import Evaluator, JSONLogger, Logger, PyLoggingLogger, TensorBoardLogger
-from t5x.errors import UserError
 from t5x.metrics import accuracy, exact_match
 
 from .conftest import byte_features

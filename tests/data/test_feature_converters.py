@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t5x._runtime.errors import UserError
 from t5x.data.feature_converters import (
     DecoderFeatureConverter,
     EncDecFeatureConverter,
@@ -16,7 +17,6 @@ from t5x.data.feature_converters import (
     make_autoregressive_inputs,
     non_padding_position,
 )
-from t5x.errors import UserError
 
 
 def lists(row):

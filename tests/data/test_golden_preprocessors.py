@@ -12,10 +12,10 @@ import pytest
 
 from t5x import data
 from t5x.data import preprocessors
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit, generator
 from t5x.data.preprocessors import denoising
+from t5x.data.specs import ConcatenateAndSplit, generator
 from tests.data.conftest import SHARED
-from tests.programs import reference_answers
+from tests.support.programs import reference_answers
 
 _PROGRAM = Path(__file__).parent / "programs/t5_reference.py"
 LENGTHS = {"inputs": 512, "targets": 114}

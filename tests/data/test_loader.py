@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data import preprocessors
-from t5x.errors import UserError
 
 from .conftest import byte_features, make_task
 

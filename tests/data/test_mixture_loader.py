@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader, train_loader
 from t5x.data.tasks import rate_num_examples, task_rates
-from t5x.errors import UserError
-from tests.programs import environment
+from tests.support.programs import environment
 
 from .conftest import byte_features
 from .programs import mixed_batches

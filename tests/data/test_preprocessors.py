@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import ByteVocabulary, Feature, PassThroughVocabulary, SentencePieceVocabulary
 from t5x.data.preprocessors import (
     append_eos,
@@ -10,7 +11,6 @@ from t5x.data.preprocessors import (
     tokenize_and_append_eos,
     truncate_inputs_left,
 )
-from t5x.errors import UserError
 
 BYTES = {"inputs": Feature(ByteVocabulary(), add_eos=False), "targets": Feature(ByteVocabulary(), add_eos=True)}
 

@@ -2,6 +2,7 @@ import functools
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data.preprocessors import (
     filter_by_string_length,
     glue,
@@ -14,7 +15,6 @@ from t5x.data.preprocessors import (
     summarize,
     translate,
 )
-from t5x.errors import UserError
 
 
 def test_translate_names_the_languages():

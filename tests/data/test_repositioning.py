@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data.lanes import LaneConfig, Position, resized_states
 from t5x.data.loader import TrainLoader
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit
-from t5x.errors import UserError
+from t5x.data.specs import ConcatenateAndSplit
 
 LENGTHS = {"targets": 12}
 VOCABULARY = data.PassThroughVocabulary(100_000)

@@ -9,6 +9,7 @@ from fsspec.registry import _registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t5x._runtime.errors import UserError
 from t5x.data import (
     CsvDataSource,
     FileDataSource,
@@ -18,8 +19,7 @@ from t5x.data import (
     TsvDataSource,
     sources,
 )
-from t5x.errors import UserError
-from t5x.files.indexed_lines import LineFile
+from t5x.data.sources.lines import LineFile
 from t5x.files.local_copies import LocalCopy
 
 

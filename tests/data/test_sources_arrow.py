@@ -9,9 +9,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import BadExample, HuggingFaceDataSource, ParquetDataSource
 from t5x.data.sources import arrow
-from t5x.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

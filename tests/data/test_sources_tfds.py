@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import TfdsDataSource
-from t5x.errors import UserError
-from tests.programs import once_for_all_workers, run_reference
+from tests.support.programs import once_for_all_workers, run_reference
 
 PROGRAM = Path(__file__).parent / "programs/tfds_source.py"
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data import preprocessors
-from t5x.data.code_hashes import fingerprint
+from t5x.data.content_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable
 from t5x.data.tasks import task_rates
-from t5x.errors import UserError
 
 from .conftest import byte_features, make_task
 

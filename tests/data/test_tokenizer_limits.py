@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data.vocabularies import ByteVocabulary, HuggingFaceVocabulary, PassThroughVocabulary, SentencePieceVocabulary
-from t5x.errors import UserError
 from tests.checkpoints.formats.test_huggingface_tokenizer import small_tokenizer
 
 

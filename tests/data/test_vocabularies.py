@@ -9,6 +9,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t5x._runtime.errors import UserError
 from t5x.data.vocabularies import (
     ByteVocabulary,
     HuggingFaceVocabulary,
@@ -17,7 +18,6 @@ from t5x.data.vocabularies import (
     load_vocabulary,
 )
 from t5x.data.vocabularies.loading import rebuild_vocabulary
-from t5x.errors import UserError
 
 # folder: (pieces, unknown id, has extra ids)
 VOCABULARIES = {"t5_vocab": (32000, 2, False), "mt5_vocab": (250100, 2, True), "umt5_vocab": (256000, 3, False)}

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data.vocabularies import (
     ByteVocabulary,
     PassThroughVocabulary,
@@ -9,8 +10,7 @@ from t5x.data.vocabularies import (
     as_vocabulary,
     load_vocabulary,
 )
-from t5x.errors import UserError
-from tests.programs import run_reference
+from tests.support.programs import run_reference
 
 # With the real seqio: each vocabulary, taken over, gives seqio's ids and texts.
 PROGRAM = """

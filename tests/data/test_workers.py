@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import TemporaryError, UserError
 from t5x.data.dataset_config import import_task_module
 from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
-from t5x.errors import TemporaryError, UserError
-from tests.programs import train
+from tests.support.programs import train
 
 from .conftest import make_task
 

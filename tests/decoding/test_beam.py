@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.decoding import NEG_INF, beam_search
-from t5x.errors import UserError
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import ByteVocabulary
 from t5x.decoding import NEG_INF, DecodingState, beam_search, constraints, greedy_decode, temperature_sample
-from t5x.errors import UserError
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
 

@@ -9,7 +9,7 @@ import torch
 
 from t5x.decoding import beam_search, constraints, greedy_decode
 from tests.checkpoints.formats import huggingface_models
-from tests.test_weights import SHARED, needs_data, ours
+from tests.checkpoints.test_weights import SHARED, needs_data, ours
 
 LENGTH = 9
 PENALTIES = (1.0, 0.0, 2.5, -1.0)

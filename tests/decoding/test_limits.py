@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from t5x import decoding
+from t5x._runtime.errors import UserError
 from t5x.data import PassThroughVocabulary
 from t5x.decoding import limits
-from t5x.errors import UserError
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
-from tests import tiny
+from tests.support import tiny
 
 DECODER_ONLY = TransformerConfig(vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_layers=1)
 ENCODER_DECODER = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=1)

@@ -13,8 +13,8 @@ from t5x.decoding import SamplingLoopState, beam_search, constraints, greedy_dec
 from t5x.decoding.loop import PerExampleLogits, per_example_logits
 from t5x.network import T5Config, Transformer
 from t5x.partitioning import axis_rules
-from tests import tiny
 from tests.decoding.languages import EOS, Languages
+from tests.support import tiny
 
 BATCH, LENGTH = 40, 6
 EACH = np.arange(BATCH) / BATCH

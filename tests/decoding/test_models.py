@@ -17,7 +17,7 @@ from t5x.network import DecoderWrapper, TransformerConfig
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.partitioner import compiler_options
-from tests import tiny
+from tests.support import tiny
 
 BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from t5x._runtime.errors import UserError
 from t5x.decoding import example_keys, greedy_decode, temperature_sample
 from t5x.decoding.sampling import topk_mask, topp_mask
-from t5x.errors import UserError
 from tests.decoding.languages import EOS, Languages
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from t5x import data
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.examples.demo import dates
 from t5x.examples.demo.dates import Dates, dates_of, split_of
 

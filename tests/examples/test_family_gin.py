@@ -8,12 +8,12 @@ import pytest
 
 import t5x
 from t5x import configuration
-from t5x.eval import evaluate
-from t5x.export_lib import save
-from t5x.infer import infer
+from t5x.apps.exporting.t5x_api import save
 from t5x.partitioning import PjitPartitioner
-from t5x.precompile import precompile
-from t5x.train import train
+from t5x.runs.eval import evaluate
+from t5x.runs.infer import infer
+from t5x.runs.precompile import precompile
+from t5x.runs.train import train
 
 REPO = Path(__file__).parents[2]
 SHARED = REPO.parent / "shared" / "data"

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.adafactor import Adafactor
+from t5x._runtime.errors import UserError
 from t5x.data import PassThroughVocabulary
-from t5x.errors import UserError
 from t5x.examples.decoder_only import layers as decoder_only_layers
 from t5x.examples.t5 import layers
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, logical_axes
+from t5x.optimizers.adafactor import Adafactor
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
 from tests.examples.users_t5 import UsersTransformer
+from tests.support import tiny
 
 
 def users_model(config: T5Config) -> EncoderDecoderModel:

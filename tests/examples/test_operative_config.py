@@ -6,10 +6,10 @@ those without parameters as a comment, long values on a line of their own, and T
 
 import dataclasses
 
-from t5x import adafactor
 from t5x.network import Transformer
-from tests import commands
+from t5x.optimizers import adafactor
 from tests.examples.test_t5x_readme import arguments_of_train
+from tests.support import commands
 
 FILE = "tests/examples/t5x_operative.gin"
 

@@ -7,11 +7,11 @@ import zipfile
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
+from t5x.apps.ranking.templates import Template
 from t5x.data.tasks import task_rates
-from t5x.errors import UserError
 from t5x.examples.recipes import ranking
-from t5x.ranking.templates import Template
-from tests.commands import run
+from tests.support.commands import run
 
 TEMPLATE = Template(relevant="1", irrelevant="0")
 VOCABULARY = data.ByteVocabulary()

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from t5x import configuration, data
+from t5x._runtime.errors import UserError
 from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
-from t5x.errors import UserError
 from t5x.examples.recipes import tasks
-from tests.answering import squad_files
-from tests.commands import run
+from tests.apps.answering import squad_files
+from tests.support.commands import run
 
 LENGTHS = {"inputs": 96, "targets": 32}
 VOCABULARY = data.ByteVocabulary()

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from t5x import configuration, user_modules
+from t5x import configuration
+from t5x._runtime import imports
+from t5x._runtime.errors import UserError
 from t5x.data import tasks
 from t5x.data.dataset_config import import_task_module
-from t5x.errors import UserError
 from t5x.examples import t5_tasks
-from tests.programs import reference_answers
+from tests.support.programs import reference_answers
 
 PROGRAM = Path(__file__).parent / "programs/t5_task_examples.py"
 PAIRS = {
@@ -57,7 +58,7 @@ def test_without_t5_its_tasks_are_ours(module):
     """This environment does not have t5."""
     assert import_task_module(module) is t5_tasks
     with pytest.raises(ModuleNotFoundError):
-        user_modules.import_module("t5.models", configuration.FALLBACKS)
+        imports.import_module("t5.models", configuration.FALLBACKS)
 
 
 def test_gin_files_import_them(tmp_path):

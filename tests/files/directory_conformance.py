@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import lease, remote_directory
 from t5x.files.directory import Directory
 from t5x.files.local import LocalDirectory, Publication

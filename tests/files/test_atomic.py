@@ -9,7 +9,7 @@ import pytest
 
 from t5x.files import atomic
 from t5x.telemetry import jsonl
-from tests.programs import environment
+from tests.support.programs import environment
 
 WRITER = """
 import sys, time

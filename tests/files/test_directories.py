@@ -5,7 +5,7 @@ import os
 import fsspec
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import remote
 from t5x.files.digests import digest_of
 from t5x.files.directory import open_directory, split

@@ -13,9 +13,9 @@ import pytest
 
 from t5x import data
 from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, remote_reading
+from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
-from t5x.convert import convert
 from t5x.data import cache_reader, cache_writer, preprocessors
 from t5x.files import atomic, local_copies
 from t5x.inference.chunks import Chunks

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import lease, remote
 from t5x.files.lease import Lease
 from t5x.files.remote import RemotePath

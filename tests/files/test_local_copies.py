@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from t5x._runtime.errors import UserError
 from t5x.data import JsonLinesDataSource, TextLineDataSource
-from t5x.errors import UserError
-from t5x.files import cache_directory, downloads, local_copies, locks, random_access, remote
+from t5x.files import cache_directory, local_copies, locks, random_access, remote
 from t5x.files.digests import digest_of
 from t5x.files.disk_space import human_size
 
@@ -176,7 +176,7 @@ def test_a_compression_that_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("piece", [1000, 2**20])
 def test_remote_files_are_copied_once(memory, cache, requests, monkeypatch, piece):
-    monkeypatch.setattr(downloads, "_CHUNK", piece)
+    monkeypatch.setattr(remote, "_CHUNK", piece)
     memory.pipe("/bucket/a.txt", CONTENT)
     memory.pipe("/bucket/b.txt.gz", gzip.compress(b"last\n"))
     source = TextLineDataSource({"train": "memory://bucket/*.txt*"})
@@ -274,7 +274,7 @@ def test_offsets_are_kept(tmp_path, cache, monkeypatch, keep_all_offsets):
     assert sorted(len(np.load(path)) for path in kept) == [1001, 2000]
 
     with monkeypatch.context() as patch:
-        patch.setattr("t5x.files.indexed_lines.LineFile._index", lambda *_: pytest.fail("it is there already"))
+        patch.setattr("t5x.data.sources.lines.LineFile._index", lambda *_: pytest.fail("it is there already"))
         assert texts(JsonLinesDataSource({"train": path})) == LINES
     for damaged in kept:
         damaged.write_bytes(damaged.read_bytes()[:-9])

@@ -6,7 +6,7 @@ import time
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import atomic, mirror
 from t5x.files import remote as remote_files
 from t5x.files.mirror import local_files

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import HuggingFaceDataSource, JsonLinesDataSource
-from t5x.errors import UserError
 from t5x.files import remote, user_files
 
 pytest.importorskip("aiohttp")

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from tests.fuzz.originals import FORMATS, write_originals
-from tests.programs import environment
+from tests.support.programs import environment
 
 _PATIENCE = 300  # seconds until a case counts as one that hangs; the worker itself reports what took long and ended
 

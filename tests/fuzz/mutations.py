@@ -11,7 +11,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from tests.fuzz import array_mutations as arrays
 from tests.fuzz import file_mutations as files
 from tests.fuzz import vocabulary_mutations as vocabularies

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
@@ -18,6 +17,7 @@ from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.tree import nest
 from t5x.data.vocabularies import HuggingFaceVocabulary, SentencePieceVocabulary
+from t5x.optimizers.adafactor import Adafactor
 from tests.checkpoints.formats import bundle_writer
 
 CONFIG = {

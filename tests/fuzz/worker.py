@@ -26,11 +26,11 @@ from pathlib import Path
 import jax
 
 import t5x.inference.loaded
-from t5x import cli
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
+from t5x.cli.main import run_verb
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import restore_params
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state_layout import StateLayout
 from tests.fuzz.mutations import mutate
 from tests.fuzz.originals import FORMATS
 
@@ -133,7 +133,7 @@ class Loader:
         """Why it is refused; None where it is loaded. Anything else that is wrong is raised."""
         report = io.StringIO()
         with contextlib.redirect_stdout(report), contextlib.redirect_stderr(report):
-            code = cli.run_verb("inspect", [str(path), "--json"])
+            code = run_verb("inspect", [str(path), "--json"])
         assert code in (0, 2) and "Traceback" not in report.getvalue(), report.getvalue()[-2000:]
         try:
             source, model = t5x.inference.loaded.open_model(str(path), vocabulary)

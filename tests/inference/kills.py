@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO, environment, start_python
+from tests.support.programs import REPO, environment, start_python
 
 SHARDS = 2
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.inference.chunks import Chunks
 
 JOB = {"model": "m", "batch_size": 4}

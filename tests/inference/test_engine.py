@@ -16,8 +16,8 @@ from t5x.inference.task_inference import TaskJob
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
 from t5x.partitioning import PjitPartitioner
-from tests import tiny
 from tests.inference.models import byte_model
+from tests.support import tiny
 
 ROWS = 4
 EXAMPLES = [{"inputs": [5, 6, number + 3, 1], "targets": [7, 1]} for number in range(6)]

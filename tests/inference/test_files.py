@@ -9,13 +9,13 @@ import types
 import numpy as np
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.inference import file_inference
 from t5x.inference.chunks import Chunks
 from t5x.inference.file_inference import infer_file
-from tests import commands
 from tests.inference.models import byte_model, texts
-from tests.programs import run_python
+from tests.support import commands
+from tests.support.programs import run_python
 
 LENGTHS = {"max_length": 6, "max_input_length": 24}
 COUNT = 37

@@ -3,8 +3,8 @@
 import pytest
 
 from t5x.inference.output import FileOutput
-from tests.disks import fill
 from tests.inference.conftest import VERBS
+from tests.support.disks import fill
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -9,8 +9,8 @@ import types
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription
-from t5x.errors import UserError
 from t5x.inference.input_lines import Lines, read_texts
 
 

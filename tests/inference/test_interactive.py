@@ -12,7 +12,7 @@ import pytest
 
 import t5x
 from tests.inference.models import LETTERS, byte_model
-from tests.programs import start_python
+from tests.support.programs import start_python
 
 
 @pytest.fixture(scope="module")

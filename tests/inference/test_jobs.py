@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.inference.input_lines import Line
 from t5x.inference.jobs import LineJob, run_job
 from t5x.inference.output import FileOutput

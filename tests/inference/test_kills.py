@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.inference import kills
-from tests.programs import wait_for
+from tests.support.programs import wait_for
 
 LINES, BATCH_SIZE = 400, 8
 

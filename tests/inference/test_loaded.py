@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import t5x
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from tests.checkpoints.formats import huggingface_models
 
 TEXTS = ["a date", "the third of March", "x", "", "another text that is longer than the rest of them"]

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.data import ByteVocabulary
-from t5x.errors import UserError
 from t5x.inference.options import Decoding
 
 

@@ -10,9 +10,9 @@ import pytest
 from t5x.inference import chunks
 from t5x.inference.chunks import Chunks
 from t5x.inference.output import FileOutput
-from tests import commands
 from tests.files.disk import contents
 from tests.inference.conftest import VERBS
+from tests.support import commands
 
 
 def interrupt(*_):

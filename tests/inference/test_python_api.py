@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import t5x
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.inference.options import Decoding, translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x import configuration, data, decoding, infer, models
+from t5x import configuration, data, decoding, models
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
-from t5x.errors import UserError
 from t5x.files.digests import masked_crc32c
 from t5x.inference.chunks import Chunks
 from t5x.inference.loaded import open_model
 from t5x.inference.task_examples import TaskExamples
 from t5x.partitioning import PjitPartitioner
-from tests import commands
+from t5x.runs import infer
 from tests.inference.models import byte_model, texts
+from tests.support import commands
 
 COUNT = 20
 FEATURES = {name: data.Feature(data.ByteVocabulary(extra_ids=125)) for name in ("inputs", "targets")}

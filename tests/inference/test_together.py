@@ -4,7 +4,7 @@ import json
 import os
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO, free_port, start_python
+from tests.support.programs import REPO, free_port, start_python
 
 COUNT = 10
 

@@ -9,18 +9,19 @@ than the first look at MODEL_DIR before its newest checkpoint is there.
 import sys
 from pathlib import Path
 
-from t5x import data, startup
-from t5x.answering.file_answering import answer_file
+from t5x import data
+from t5x._runtime import startup
+from t5x.apps.answering.file_answering import answer_file
+from t5x.apps.ranking.rerank_job import RerankInput, rerank
 from t5x.checkpoints import paths
 from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.cli.file_evaluation import evaluate_file
+from t5x.cli.file_options import FileEvaluation
 from t5x.data.dataset_config import DatasetConfig
-from t5x.infer import infer
 from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
-from t5x.ranking.reranking import RerankInput, rerank
-from t5x.verbs.eval_from_files import evaluate_file
-from t5x.verbs.file_options import FileEvaluation
+from t5x.runs.infer import infer
 
 
 def work(directory: Path, output: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5x import metrics
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 SQUAD = Path(__file__).parents[2] / "../shared/data/squad_dev_v1.1/dev-v1.1.json.zip"
 needs_squad = pytest.mark.skipif(not SQUAD.is_file(), reason="SQuAD (../shared/data/squad_dev_v1.1) is not here")

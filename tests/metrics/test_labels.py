@@ -6,7 +6,7 @@ import pytest
 import scipy.stats
 
 from t5x import metrics
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 
 def _f1(targets, predictions, label):

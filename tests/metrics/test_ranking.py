@@ -10,9 +10,9 @@ import pytest
 import scipy.stats
 
 from t5x import metrics
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
+from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics import ranking
-from t5x.ranking.trec_files import read_qrels
 
 MSMARCO = Path(__file__).parents[2] / "../shared/data/msmarco_dl"
 needs_msmarco = pytest.mark.skipif(not MSMARCO.is_dir(), reason="TREC DL (../shared/data/msmarco_dl) is not here")

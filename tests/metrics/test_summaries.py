@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from t5x import metrics
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data (../shared/data) is not here")

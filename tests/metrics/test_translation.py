@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from t5x import metrics
-from t5x.errors import UserError
-from t5x.metrics.translation import bleu_signature, chrf_signature
+from t5x._runtime.errors import UserError
+from t5x.metrics.bleu_rouge import bleu_signature, chrf_signature
 
 WMT = Path(__file__).parents[2] / "../shared/data/wmt21_22_ende"
 needs_wmt = pytest.mark.skipif(not WMT.is_dir(), reason="the WMT outputs (../shared/data/wmt21_22_ende) are not here")

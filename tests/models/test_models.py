@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from flax.linen.partitioning import param_with_axes
 
-from t5x.adafactor import Adafactor
 from t5x.checkpoints.model_description import describe
 from t5x.data import PassThroughVocabulary
 from t5x.decoding import beam_search, greedy_decode
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
+from t5x.optimizers.adafactor import Adafactor
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
+from tests.support import tiny
 
 
 class Counter(nn.Module):

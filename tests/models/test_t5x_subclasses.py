@@ -10,7 +10,7 @@ import pytest
 
 from t5x import decoding, models
 from t5x.data import PassThroughVocabulary
-from tests import tiny
+from tests.support import tiny
 
 
 class OwnDecoding(models.EncoderDecoderModel):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.kernels import tpu_ops
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.ops import Hardware, choose, ops, use
 from t5x.network import attention
 from t5x.network.keys import Keys
-from tests import tiny
-from tests.tiny import arrays, segments
+from tests.support import tiny
+from tests.support.tiny import arrays, segments
 
 BATCH, HEADS, WIDTH = 3, 2, 8
 

@@ -13,9 +13,9 @@ from t5x.data import PassThroughVocabulary
 from t5x.decoding import greedy_decode
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
-from tests import tiny
 from tests.reference import decoder_only_numpy as reference
 from tests.reference import t5_torch
+from tests.support import tiny
 
 TIED = TransformerConfig(
     vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_layers=2, mlp_activations=("relu",),

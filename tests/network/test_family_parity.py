@@ -20,8 +20,8 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import CACHES, T5Config
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
 from tests.checkpoints.formats import huggingface_models
+from tests.support import tiny
 
 FIXED = {"ByT5": {"num_layers": 3, "num_decoder_layers": 1, "vocab_size": 384}}
 # (family, whether its layers are scanned). T5 1.1, mT5 and ByT5 are one architecture.

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.model_description import sidecars
-from t5x.errors import UserError
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig, fp8
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import RunState, restore_or_init, restore_state
-from tests import tiny
-from tests.programs import run_python
+from tests.support import tiny
+from tests.support.programs import run_python
 
 CONFIG = dataclasses.replace(
     tiny.WIDE, num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.1, matmul_dtype="fp8"

@@ -13,7 +13,7 @@ from t5x.network import blocks
 from t5x.network import keys as keys_module
 from t5x.network.attention import Mask
 from t5x.network.keys import Keys, dropout
-from tests import tiny
+from tests.support import tiny
 
 SHAPES = {"mlp": (1, 40), "out": (40,), "mlp/hidden": (3, 5)}
 

@@ -11,7 +11,7 @@ from t5x.kernels.gpu_ops import sum_by_token
 from t5x.kernels.ops import Hardware, choose, use
 from t5x.network import layers
 from t5x.network.keys import Keys
-from tests import tiny
+from tests.support import tiny
 
 sum_by_token = jax.jit(sum_by_token, static_argnums=2)
 

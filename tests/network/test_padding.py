@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 import t5x
+from t5x._runtime.errors import UserError
+from t5x.apps.ranking.models import RankingFeatureConverter
 from t5x.data import PassThroughVocabulary
-from t5x.errors import UserError
 from t5x.inference.engine import Engine
 from t5x.kernels.ops import BACKENDS, Ops
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig, padding
 from t5x.partitioning import PjitPartitioner
-from t5x.ranking.models import RankingFeatureConverter
 from t5x.trainer import StateLayout
-from tests import tiny
 from tests.inference.models import byte_model
+from tests.support import tiny
 
 INPUTS = [[70, 71, 1], [70, 0, 72, 73, 1], [72, 1], [0, 71, 0, 0, 70, 1], [73, 74, 75, 76, 1]]
 TARGETS = [[70, 1], [70, 1], [70, 0, 71, 1], [71, 1], [72, 73, 1]]

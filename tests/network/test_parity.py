@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from t5x import losses
 from t5x.decoding import greedy_decode
+from t5x.models import losses
 from t5x.network.relative_position import bucket
-from tests import tiny
 from tests.reference import t5_torch
+from tests.support import tiny
 
 ODD = dataclasses.replace(
     tiny.T5_1_1, num_heads=1, head_dim=7, num_encoder_layers=3, num_decoder_layers=1, vocab_size=37

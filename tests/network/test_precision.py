@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x.network import compute_params
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x import decoding, losses
+from t5x import decoding
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.ops import ops
+from t5x.models import losses
 from t5x.network import CACHES, compute_params
 from t5x.network.attention import attend_cached, attend_folded
 from t5x.network.blocks import DecoderLayer, EncoderLayer
 from t5x.network.keys import Keys
 from t5x.network.layers import MLP, RMSNorm, join_kernels
 from t5x.partitioning.partitioner import compiler_options
-from tests import tiny
+from tests.support import tiny
 
 BOUND = 1e-2
 NARROW = "bfloat16"

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.network import CACHES, T5Config, Transformer, logical_axes
 from t5x.network.layers import join_kernels
-from tests import tiny
+from tests.support import tiny
 
 
 def stacked(params: dict, axis: int) -> dict:

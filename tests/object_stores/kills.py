@@ -20,7 +20,7 @@ from pathlib import Path
 from t5x.files.remote import RemotePath
 from tests.inference.models import byte_model, texts
 from tests.object_stores import servers
-from tests.programs import REPO, environment, start_python
+from tests.support.programs import REPO, environment, start_python
 
 LINES = 60
 TASK = """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.object_stores.proxy import Proxy, running
-from tests.programs import free_port
+from tests.support.programs import free_port
 
 BUCKET = "bucket"
 

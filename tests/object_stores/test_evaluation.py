@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import mirror
 from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath
 from tests.object_stores import proxy, servers
-from tests.test_eval import WithJson, fresh, model_dir, score  # noqa: F401
+from tests.runs.test_eval import WithJson, fresh, model_dir, score  # noqa: F401
 
 
 class Killed(BaseException):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.files import lease
 from t5x.files.lease import Lease
 from tests.object_stores import proxy

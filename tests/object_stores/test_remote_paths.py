@@ -8,10 +8,10 @@ import urllib.request
 import numpy as np
 import pytest
 
-from t5x import convert
+from t5x._runtime.errors import UserError
+from t5x.checkpoints import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
-from t5x.errors import UserError
 from t5x.files import remote
 from t5x.files.directory import open_directory
 from t5x.files.remote import RemotePath

@@ -8,7 +8,7 @@ from t5x.files import mirror
 from t5x.files.remote import RemotePath
 from tests.chaos.harness import Result
 from tests.object_stores import proxy
-from tests.programs import SMALL
+from tests.support.programs import SMALL
 
 GIN = "t5x/examples/demo/dates.gin"
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import (
     CheckpointStore,
     DamagedCheckpoint,
@@ -18,10 +19,9 @@ from t5x.checkpoints import (
 )
 from t5x.checkpoints import store as store_module
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.errors import UserError
 from t5x.files import lease, remote_directory
 from t5x.files.remote import RemotePath
-from t5x.files.remote_errors import TransientError
+from t5x.files.storage_errors import TransientError
 from tests.object_stores import proxy
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, cache_writer, preprocessors
-from t5x.errors import UserError
 from t5x.files.directory import open_directory
 from tests.data.conftest import byte_features
 from tests.object_stores import proxy, servers

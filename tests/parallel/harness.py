@@ -25,8 +25,8 @@ import numpy as np
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import open_checkpoint
 from tests.parallel.settings import ALL, HALF, REFERENCE, SOME, STEPS, Setting, pairings, shuffled
-from tests.programs import REPO, free_port, losses
-from tests.xla_flags import QUICK_COMPILATION
+from tests.support.programs import REPO, free_port, losses
+from tests.support.xla_flags import QUICK_COMPILATION
 
 LOSS_TOLERANCE = 1e-5
 STATE_TOLERANCE = 1e-5  # twenty times what rounding comes to

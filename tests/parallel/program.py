@@ -12,15 +12,16 @@ from pathlib import Path
 
 import jax
 
-from t5x import checkpoints, startup, trainer
-from t5x.adafactor import Adafactor
+from t5x import checkpoints, trainer
+from t5x._runtime import startup
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
+from t5x.optimizers.adafactor import Adafactor
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner, distributed, multiprocess, process_setup
-from t5x.train import train
+from t5x.runs.train import train
 from tests.chaos.tasks import VOCABULARY
 from tests.parallel.settings import Setting
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from t5x.partitioning import watch
 from tests.parallel.harness import deviation
 from tests.partitioning.namespaces import HUB, Machines, Process, finish, running, wait_for
-from tests.programs import train
+from tests.support.programs import train
 
 COUNT, STEPS = 4, 40
 _PLACE = ["--coordinator_address=machine0:8476", f"--process_count={COUNT}", "--process_index={index}"]

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import LocalChunker, PjitPartitioner, consistency, distributed, multiprocess, watch
 
 INDEX, COUNT = int(sys.argv[1]), int(sys.argv[2])

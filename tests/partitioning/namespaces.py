@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.programs import environment
-from tests.xla_flags import QUICK_COMPILATION
+from tests.support.programs import environment
+from tests.support.xla_flags import QUICK_COMPILATION
 
 HUB = "10.77.0.254"
 _SETUP = 'hostname "machine$0" && mount --bind "$1" /etc/hosts && cd "$2" && shift 2 && exec "$@"'

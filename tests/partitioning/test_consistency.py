@@ -10,12 +10,13 @@ import flax
 import pytest
 
 import t5x
-from t5x import configuration, run_identity
-from t5x.cli import VERBS
-from t5x.verbs.verb_parser import parser_of
+from t5x import configuration
+from t5x.cli.main import VERBS
+from t5x.cli.parser import parser_of
+from t5x.partitioning import consistency
 from tests.inference.models import byte_model
 from tests.partitioning.test_distributed import assert_one_line, begin, finish
-from tests.programs import REPO, SMALL, environment, free_port, start_python
+from tests.support.programs import REPO, SMALL, environment, free_port, start_python
 
 GIN = ["--gin_file=t5x/examples/demo/dates.gin", *SMALL, "--gin.MODEL_DIR='runs/x'"]
 
@@ -44,13 +45,13 @@ def describe(verb: str, *argv: str) -> dict[str, str]:
     configuration.clear()
     try:
         if getattr(args, "gin_file", None):
-            from t5x.train import train
+            from t5x.runs.train import train
 
             configuration.parse(
                 gin_files=args.gin_file, bindings=[*args.gin_bindings, *bindings], search_paths=["."],
                 entry_points={"train": train},
             )  # fmt: skip
-        return run_identity.describe_command(args)
+        return consistency.describe_command(args)
     finally:
         configuration.clear()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import cluster, distributed, multiprocess, rendezvous
-from tests.programs import environment, free_port, start_python
+from tests.support.programs import environment, free_port, start_python
 
 MEMBER = Path(__file__).with_name("member.py")
 
@@ -59,8 +59,8 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 # A process that is alone, as a command starts it; its library writes past Python.
 ALONE = """
 import os
-from t5x.verbs import arguments
-from t5x.verbs.verb_parser import VerbParser
+from t5x.cli.verbs import arguments
+from t5x.cli.parser import VerbParser
 parser = VerbParser('test')
 arguments.add_processes(parser)
 with arguments.processes(parser.parse_args([])):

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from tests.programs import REPO, losses, run_python, train
+from tests.support.programs import REPO, losses, run_python, train
 
 STEPS = 7
 PER_TOKEN = "loss_per_nonpadding_target_token"

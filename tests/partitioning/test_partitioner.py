@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import (
     PjitPartitioner,
     logical_to_mesh_axes,
     meshes,
     multiprocess,
     partitioner,
-    presets,
     standard_logical_axis_rules,
 )
 from t5x.partitioning.partitioner import compiler_options
-from tests.programs import REPO, run_python
+from t5x.partitioning.rules import model_axis
+from tests.support.programs import REPO, run_python
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
 LOOK = """
@@ -123,10 +123,10 @@ def test_a_batch_that_no_rule_divides_is_told(looked):
 
 
 def test_machines_of_different_size_are_no_tensor_parallel_groups():
-    assert presets.model_axis("tp", 16, [8, 8]) == 8
+    assert model_axis("tp", 16, [8, 8]) == 8
     with pytest.raises(UserError, match="machines have 8, 4 devices"):
-        presets.model_axis("tp", 12, [8, 4])
-    assert [presets.model_axis("2d", n, [n]) for n in (1, 2, 4, 6, 7, 16, 32)] == [1, 1, 2, 2, 1, 4, 4]
+        model_axis("tp", 12, [8, 4])
+    assert [model_axis("2d", n, [n]) for n in (1, 2, 4, 6, 7, 16, 32)] == [1, 1, 2, 2, 1, 4, 4]
 
 
 class Device:

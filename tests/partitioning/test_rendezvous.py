@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import cluster, multiprocess, rendezvous
 from t5x.partitioning.cluster import ProcessAddress
 from t5x.partitioning.link import Channel
 from t5x.partitioning.rendezvous import Member
 from tests.partitioning.test_distributed import begin, finish
-from tests.programs import free_port
+from tests.support.programs import free_port
 
 TOKEN = b"0123456789abcdef"
 

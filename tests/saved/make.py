@@ -13,20 +13,20 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.xla_flags import QUICK_COMPILATION
+from tests.support.xla_flags import QUICK_COMPILATION
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # as tests/conftest.py does
 os.environ["XLA_FLAGS"] = f" {QUICK_COMPILATION}"
 
 import numpy as np
 
-from t5x import cli
-from t5x.convert import convert
+from t5x.checkpoints.convert import convert
+from t5x.cli.main import run_verb
 from t5x.inference.output import FileOutput
+from tests.cli.test_file_training import fresh
 from tests.inference.models import byte_model, texts
 from tests.saved import runs
 from tests.saved.runs import CHECKPOINTS, EXPORTS, FILES, HALF, JOBS, PLACE, RUNS, STEPS
-from tests.test_file_training import fresh
 
 HERE = Path(__file__).parent
 _FINISHED = 2  # chunks of a job that is killed
@@ -35,14 +35,14 @@ _RECIPES = ("squad", "nq_open", "monot5", "rankt5")
 # How config.gin of earlier versions named the function that writes it.
 _EARLIER = {
     "plain": ("from t5x import plain", "plain.write_down"),
-    "file_training": ("from t5x.verbs import file_training", "file_training.write_configuration"),
+    "file_training": ("from t5x.cli.verbs import file_training", "file_training.write_configuration"),
 }
 
 
 def run(verb: str, *arguments: str, code: int = 0) -> None:
     with fresh():
         sys.modules.pop("saved_tasks", None)  # to register its tasks again
-        assert cli.run_verb(verb, arguments) == code
+        assert run_verb(verb, arguments) == code
 
 
 def inspect(checkpoint: Path) -> dict:

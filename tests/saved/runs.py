@@ -15,8 +15,8 @@ import pytest
 import t5x
 from t5x import checkpoints, data
 from t5x.data.dataset_config import import_task_module
-from tests.programs import REPO, run_reference
-from tests.test_file_training import fresh
+from tests.cli.test_file_training import fresh
+from tests.support.programs import REPO, run_reference
 
 FILES = Path(__file__).parent / "files"
 PLACE = "/tmp/t5x-saved"  # where make.py has written them: config.gin and job.json have absolute paths
@@ -153,7 +153,7 @@ def stablehlo_outputs(directory: Path) -> list[Any]:
             key: [2 if isinstance(n, str) else n for n in each["shape"]] for key, each in program["inputs"].items()
         }
         calls.append([name, {key: rng.integers(3, 120, shape).tolist() for key, shape in shapes.items()}])
-    program = REPO / "tests/exporting/programs/run_stablehlo.py"
+    program = REPO / "tests/apps/exporting/programs/run_stablehlo.py"
     done = run_reference(program, directory, input="".join(json.dumps(call) + "\n" for call in calls))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

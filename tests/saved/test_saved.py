@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.cli.test_file_training import fresh
 from tests.saved import runs
 from tests.saved.runs import CHECKPOINTS, FILES, HALF, JOBS, RUNS, STEPS, assert_same, expected
-from tests.test_file_training import fresh
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the numbers are those of a CPU")
 

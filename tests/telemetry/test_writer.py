@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import ModelDirLock
-from t5x.errors import UserError
 from t5x.telemetry import MetricWriter
-from tests.disks import fill
+from tests.support.disks import fill
 
 
 def lines(directory):

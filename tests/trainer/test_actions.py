@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.trainer.actions import ActionMode, Actions, BaseAction, EarlyStoppingAction, TerminateOnNanAction
 
 NAN = math.nan

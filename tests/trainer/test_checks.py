@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from t5x import data
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import consistency, distributed
 from t5x.trainer.checks import ContentCheck, require_same_data, verify_matching_vocabs
-from tests import tiny
+from tests.support import tiny
 
 SIZE = tiny.T5_1_1.vocab_size
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x import data
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 
 

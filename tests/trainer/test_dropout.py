@@ -13,7 +13,7 @@ from t5x import optimizers
 from t5x.network.keys import Keys, dropout
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
+from tests.support import tiny
 
 LAYERS = 2
 CONFIG = dataclasses.replace(

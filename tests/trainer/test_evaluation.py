@@ -11,7 +11,7 @@ from t5x.metrics.accumulators import Average, AveragePerStep
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import Interrupted, StateLayout
 from t5x.trainer.evaluation import InferenceEvaluation, TeacherForcedEvaluation
-from tests import tiny
+from tests.support import tiny
 
 LENGTHS = {"inputs": 9, "targets": 7}
 

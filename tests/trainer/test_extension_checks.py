@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import pytest
 
 from t5x import decoding, partitioning
+from t5x._runtime.errors import UserError
 from t5x.data import EncDecFeatureConverter
 from t5x.data.dataset_config import DatasetConfig
-from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.network import Transformer
 from t5x.trainer import Trainer
 from t5x.trainer.abstract_run import trace_run
-from t5x.trainer.extension_checks import check_extensions
-from tests import commands, t5x_projects, tiny
-from tests.t5x_projects import tasks
+from t5x.trainer.checks import check_extensions
+from tests.compat import t5x_projects
+from tests.compat.t5x_projects import tasks
+from tests.support import commands, tiny
 
 PROJECTS = os.path.dirname(t5x_projects.__file__)
 

@@ -10,7 +10,7 @@ import pytest
 from t5x.checkpoints.tree import flatten
 from t5x.metrics.accumulators import AveragePerStep, compute
 from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT, diagnose, find_nonfinite, gradient_metrics, in_network_order
-from tests import tiny
+from tests.support import tiny
 
 
 def spoilt(tree, *names, value=np.nan):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from t5x.trainer.preemption import watch_for_preemption
+from t5x.trainer.signals import watch_for_preemption
 
 
 class Metadata(http.server.ThreadingHTTPServer):
@@ -44,7 +44,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata(monkeypatch):
-    monkeypatch.setattr("t5x.trainer.preemption._METADATA_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("t5x.trainer.signals._METADATA_RETRY_SECONDS", 0.05)
     with Metadata() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}")

@@ -5,7 +5,7 @@ test_train.py: an interrupted evaluation is repeated when the run resumes.
 
 import signal
 
-from tests.programs import environment, free_port, interrupt, start_python, wait_for
+from tests.support.programs import environment, free_port, interrupt, start_python, wait_for
 
 
 def test_an_evaluation_of_several_processes_is_interrupted(tmp_path):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from t5x import optimizers
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
-from tests import tiny
 from tests.reference import adafactor_numpy, t5_torch
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("config", [tiny.T5_1_0, tiny.WIDE], ids=["1.0", "1.1, factored moments"])

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.partitioning import distributed
 from t5x.trainer import signals
 from t5x.trainer.signals import Interrupted, StopRequest

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from t5x import optimizers
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.metrics.accumulators import Average, AveragePerStep, Sum
 from t5x.models import BaseModel
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
-from tests import tiny
+from tests.support import tiny
 
 
 class Line(BaseModel):

@@ -5,10 +5,10 @@ import pytest
 
 from t5x.metrics.accumulators import compute, merge
 from t5x.partitioning import PjitPartitioner
-from t5x.train_state import InferenceState
 from t5x.trainer import StateLayout
-from t5x.trainer.weight_metrics import WeightMetricsComputer
-from tests import tiny
+from t5x.trainer.step import WeightMetricsComputer
+from t5x.trainer.train_state import InferenceState
+from tests.support import tiny
 
 
 def a_state(tree):

@@ -8,12 +8,12 @@ import os
 
 from etils import epath
 
+from t5x._runtime.errors import ArgumentError, UserError
 from t5x.checkpoints import manifest, names, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, ORBAX
-from t5x.errors import ArgumentError, UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, open_regular
 

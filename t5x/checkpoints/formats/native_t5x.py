@@ -21,12 +21,12 @@ import msgpack
 import numpy as np
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
 from t5x.files.untrusted import open_inside
 
 FILE = "checkpoint"

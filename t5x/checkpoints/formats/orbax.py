@@ -15,13 +15,13 @@ from typing import Any
 
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
 from t5x.checkpoints.array_reader import EMPTY, METADATA
 from t5x.checkpoints.formats import lazy_msgpack, native_t5x, zarr_arrays
 from t5x.checkpoints.formats.safety import MAX_METADATA_BYTES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
 from t5x.files.untrusted import open_inside, parse_json
 
 MSGPACK = "checkpoint"

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import array_reader, array_writer, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.source import KEPT_FILES, Source
 from t5x.configuration.names import current_name
-from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"

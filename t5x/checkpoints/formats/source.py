@@ -99,7 +99,7 @@ class Source:
       config: fields of the network's configuration (T5Config) that the checkpoint states; None if it states none.
       vocabulary_files: {feature: {file name: content}} of the included vocabularies.
       inputs_bidirectional_attention: whether a decoder-only model is a prefix LM.
-      template: fields of a ranker's template as stored, if there is one; `t5x.ranking` reads them.
+      template: fields of a ranker's template as stored, if there is one; `t5x.apps.ranking` reads them.
       data: how the run that wrote it read its data file, as stored; `t5x.data.data_description` reads it.
       model_type: `t5`, `mt5` or `umt5`, if the checkpoint states it, as Hugging Face's do.
       huggingface_files: {name: content} of the `KEPT_FILES` of a Hugging Face directory, for conversion back to one.

@@ -26,7 +26,7 @@ from t5x.checkpoints import paths
 from t5x.checkpoints.formats.safety import DTYPES, Malformed, check_chunk_shape, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.files.system_errors import first_line
+from t5x.files.storage_errors import first_line
 from t5x.files.untrusted import open_inside, parse_json
 
 METADATA_FILE = ".zarray"

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.feature_spec import Feature
-from t5x.data.preprocessor_kinds import composite, generator
+from t5x._runtime.errors import UserError
 from t5x.data.preprocessors import denoising
-from t5x.errors import UserError
+from t5x.data.specs import Feature, composite, generator
 
 Example = dict[str, Any]
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.feature_spec import Feature
-from t5x.data.preprocessor_kinds import ConcatenateAndSplit, composite, generator
+from t5x._runtime.errors import UserError
+from t5x.data.specs import ConcatenateAndSplit, Feature, composite, generator
 from t5x.data.vocabularies import Vocabulary
-from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 

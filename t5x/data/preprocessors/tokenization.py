@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.feature_spec import Feature
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
+from t5x.data.specs import Feature
 
 Example = dict[str, Any]
 

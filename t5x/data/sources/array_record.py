@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
 from t5x.data.sources.tf_examples import ExampleParser
-from t5x.errors import UserError
 from t5x.files.local_copies import LocalCopy
 from t5x.files.random_access import LocalFile
-from t5x.files.system_errors import first_line
+from t5x.files.storage_errors import first_line
 
 _Decode = Callable[[bytes], Mapping[str, Any]]
 

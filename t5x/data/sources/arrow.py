@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
+from t5x._runtime.imports import import_extra
 from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
-from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.files.disk_space import human_size
 from t5x.files.local_copies import LocalCopy
 from t5x.files.random_access import LocalFile
 from t5x.files.remote import is_remote
-from t5x.files.system_errors import first_line
-from t5x.lazy_imports import import_extra
+from t5x.files.storage_errors import first_line
 
 if TYPE_CHECKING:
     import pyarrow

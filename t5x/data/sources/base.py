@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data import example_encoding
-from t5x.data.code_hashes import fingerprint
-from t5x.errors import UserError
+from t5x.data.content_hashes import fingerprint
 
 _HASHED_EXAMPLES = 10_000
 _HASHED_IN_MEMORY = 1_000_000

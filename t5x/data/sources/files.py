@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from t5x.data import file_digests
-from t5x.data.code_hashes import fingerprint
+from t5x._runtime.errors import UserError
+from t5x.data import content_hashes
+from t5x.data.content_hashes import fingerprint
 from t5x.data.sources.base import (
     BadExample,
     DataSource,
@@ -20,7 +21,6 @@ from t5x.data.sources.base import (
     copy_mutable,
     name_of,
 )
-from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.files.local_copies import LocalCopy
 from t5x.telemetry import copy_progress
@@ -114,11 +114,11 @@ class FilesDataSource(OpenedSplits, DataSource):
         return {"class": type(self).__qualname__, "settings": fingerprint((type(self), state)), "files": names}
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
-        """See `DataSource`; see `t5x.data.file_digests` for how files are hashed."""
+        """See `DataSource`; see `t5x.data.content_hashes` for how files are hashed."""
         settings = fingerprint((type(self), self._settings(split)), lasting=True)
         described = {"class": type(self).__qualname__, "settings": settings}
         copies = self.opened(split).copies
-        return lambda: described | {"files": file_digests.hash_data_files(copies)}
+        return lambda: described | {"files": content_hashes.hash_data_files(copies)}
 
     def content_bytes(self, split: str) -> int:
         return sum(os.path.getsize(copy.path) for copy in self.opened(split).copies)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.sources.base import MalformedRecord
-from t5x.errors import UserError
 
 _LISTS = {"text": "bytes_list", "bytes": "bytes_list", "float": "float_list", "int": "int64_list"}
 _STORED = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "ints"}

@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from t5x._runtime.errors import UserError
+from t5x._runtime.imports import import_extra
 from t5x.data.sources.array_record import ArrayRecordFile
 from t5x.data.sources.files import FileExamples, FilesDataSource, record_location
 from t5x.data.sources.tfrecord import RecordFile
-from t5x.errors import UserError
 from t5x.files.local_copies import LocalCopy
-from t5x.files.system_errors import first_line
-from t5x.lazy_imports import import_extra
+from t5x.files.storage_errors import first_line
 
 _NEEDS = "TFDS datasets need a package: `pip install tensorflow-datasets`, or `pip install -e '.[tfds]'` in t5x"
 _Records = RecordFile | ArrayRecordFile

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.tf_examples import ExampleParser
-from t5x.errors import UserError
 from t5x.files import random_access
 from t5x.files.digests import masked_crc32c
 from t5x.files.local_copies import LocalCopy

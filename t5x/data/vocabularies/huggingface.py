@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
-from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.files.untrusted import parse_json
 

@@ -5,11 +5,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from t5x.data.vocabularies.base import DESCRIPTION_FILE, FileVocabulary, Vocabulary
+from t5x._runtime.errors import UserError
+from t5x.data.vocabularies.base import (
+    DESCRIPTION_FILE,
+    ByteVocabulary,
+    FileVocabulary,
+    PassThroughVocabulary,
+    Vocabulary,
+)
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
-from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
-from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, parse_json

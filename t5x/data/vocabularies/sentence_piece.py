@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_extra_ids, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_charsmap
-from t5x.errors import UserError
 from t5x.files import user_files
 
 logger = logging.getLogger(__name__)

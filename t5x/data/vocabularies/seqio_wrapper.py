@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from t5x.data.vocabularies.base import Vocabulary
-from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
+from t5x.data.vocabularies.base import ByteVocabulary, PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 
 

@@ -25,7 +25,7 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar, overload
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 
 TASK_NAME = "dates"
 FIRST_YEAR, LAST_YEAR = 1900, 2039
@@ -225,7 +225,7 @@ class Dates(Sequence):
 def register() -> None:
     """Add the task `dates` to the registry, unless it is there."""
     from t5x import data
-    from t5x.metrics.text import exact_match
+    from t5x.metrics.answers import exact_match
 
     if TASK_NAME in data.TaskRegistry.names():
         return

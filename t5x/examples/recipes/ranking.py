@@ -15,12 +15,12 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any
 
+from t5x._runtime.errors import UserError
+from t5x.apps.ranking import tasks
+from t5x.apps.ranking.judged_data import Passage
+from t5x.apps.ranking.templates import MONOT5, Template
 from t5x.data import FunctionDataSource, Mixture, Task, Vocabulary
-from t5x.errors import UserError
 from t5x.files.user_files import read_bytes
-from t5x.ranking import tasks
-from t5x.ranking.judgments import Passage
-from t5x.ranking.templates import MONOT5, Template
 
 PARTS = {"dl21": 1.0, "trecqa": 0.5, "squad": 2.0}
 HELD_OUT = 0.2  # share of the queries of TREC Deep Learning 2021

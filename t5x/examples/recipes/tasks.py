@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5x import metrics
+from t5x._runtime.errors import UserError
 from t5x.data import DataSource, JsonLinesDataSource, Task, TextLineDataSource, Vocabulary
 from t5x.data.file_tasks import text_task
 from t5x.data.preprocessors import glue, summarize, translate
 from t5x.data.sources import TsvDataSource
 from t5x.data.sources.files import FilesDataSource
-from t5x.errors import UserError
 from t5x.files import user_files as data_files
 
 _COMPRESSED = (".gz", ".bz2", ".xz")

@@ -18,7 +18,7 @@ import numpy as np
 from flax.linen import initializers, make_attention_mask, make_causal_mask
 from flax.linen.partitioning import param_with_axes
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import RelativeBias
 from t5x.kernels.ops import ACTIVATIONS, MASKED, ops, rms_norm
 from t5x.partitioning.logical import constrain

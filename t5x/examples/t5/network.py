@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x.errors import UserError
+from t5x._runtime.errors import UserError
 from t5x.examples.t5 import layers
 from t5x.network import T5Config, Transformer
 

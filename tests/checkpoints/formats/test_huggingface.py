@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, load_vocabulary
-from t5x.errors import UserError
 from t5x.network import T5Config
 from tests.checkpoints.formats import huggingface_models as models
 

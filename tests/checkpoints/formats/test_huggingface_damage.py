@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats.huggingface import read_huggingface, safetensors_files, write_huggingface
 from t5x.checkpoints.formats.source import LazyArray
-from t5x.errors import UserError
 from tests.checkpoints.formats import huggingface_models as models
 
 

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 import t5x
+from t5x._runtime.errors import UserError
+from t5x.apps.exporting import checking, external
+from t5x.apps.exporting.programs import Exportable
+from t5x.apps.exporting.t5x_api import create_inference_function
+from t5x.apps.ranking.models import RankingModel
+from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
 from t5x.checkpoints.model_description import check_same_model, model_of
-from t5x.convert import convert
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import HuggingFaceVocabulary, PassThroughVocabulary
-from t5x.errors import UserError
-from t5x.exporting import checking, external
-from t5x.exporting.programs import Exportable
-from t5x.exporting.tf_functions import create_inference_function
 from t5x.inference.options import Decoding
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
-from t5x.ranking.models import RankingModel
 from tests.checkpoints.formats import huggingface_models as models
-from tests.test_file_training import train, write_jsonl
+from tests.cli.test_file_training import train, write_jsonl
 
 SIZES = {"num_decoder_layers": 2}  # the cache of transformers 5 needs as many as encoder layers
 BUCKETS = {"relative_attention_num_buckets": 64, "relative_attention_max_distance": 256}

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
+from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
-from t5x.convert import convert
 from t5x.data.vocabularies import ByteVocabulary, HuggingFaceVocabulary, SentencePieceVocabulary, load_vocabulary
-from t5x.errors import UserError
 from tests.checkpoints.formats import huggingface_models as models
 
 T5 = Path(__file__).parents[3] / "../shared/data/t5_vocab"
@@ -61,7 +61,7 @@ def vocabulary_of(path, into):
 def test_what_transformers_saves_is_converted_there_and_back_and_inferred_with(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from t5x import infer
+    from t5x.runs import infer
 
     hf = directory(tmp_path / "hf", rows=32128)
     theirs = transformers.AutoTokenizer.from_pretrained(T5)

@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import DamagedCheckpoint
 from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow, translate
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
-from t5x.errors import UserError
 from tests.checkpoints.formats.bundle_writer import write_bundle
-from tests.programs import run_reference
+from tests.support.programs import run_reference
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 PROGRAM = Path(__file__).parents[1] / "programs/save_with_tensorflow.py"

@@ -11,10 +11,10 @@ import pytest
 import tensorstore
 from flax import serialization
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.native_t5x import read_native, write_native
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
 from tests.checkpoints.formats.native_helpers import (
     BFLOAT16,
     KERNEL,

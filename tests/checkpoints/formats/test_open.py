@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats import is_own_checkpoint, open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.native_helpers import ext, write_msgpack
 

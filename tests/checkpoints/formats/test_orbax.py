@@ -11,13 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.orbax import read_orbax
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
 from tests.checkpoints.helpers import SIDECARS, make_tree
 
 

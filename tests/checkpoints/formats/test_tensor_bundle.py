@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import DamagedCheckpoint
-from t5x.checkpoints.formats import sorted_table
+from t5x.checkpoints.formats import tensor_bundle
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
-from t5x.errors import UserError
 from tests.checkpoints.formats import bundle_writer as bundles
 
 
@@ -104,7 +104,7 @@ def test_hostile_tables(tmp_path, content, message):
 
 
 def test_too_many_entries(tmp_path, monkeypatch):
-    monkeypatch.setattr(sorted_table, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(tensor_bundle, "_MAX_ENTRIES", 3)
     path = tmp_path / "x.index"
     entries = {b"%d" % i: bundles.entry(offset=8 * i) for i in range(3)}
     path.write_bytes(bundles.index_file(entries))

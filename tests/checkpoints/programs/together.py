@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer
 from t5x.checkpoints.paths import step_of
-from t5x.errors import UserError
 from t5x.files import disk_space
 from t5x.partitioning import multiprocess
 from tests.checkpoints.helpers import make_tree
@@ -88,8 +88,8 @@ def waited(store) -> str:
 def resume(directory) -> None:
     from t5x.partitioning import PjitPartitioner
     from t5x.trainer.restore import position_of_all, restore_or_init
-    from t5x.trainer.state import StateLayout
-    from tests import tiny
+    from t5x.trainer.state_layout import StateLayout
+    from tests.support import tiny
 
     model = tiny.model(tiny.WIDE)
     partitioner = PjitPartitioner(num_partitions=2)

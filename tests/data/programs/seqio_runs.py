@@ -16,13 +16,15 @@ import seqio
 import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
-from t5x import checkpoints, cli, configuration, data, models, optimizers, test_utils
+from t5x import checkpoints, configuration, data, models, optimizers
+from t5x._runtime.errors import UserError
+from t5x.cli.cache_verb import cache_tasks
+from t5x.cli.data_report import DataReport
+from t5x.cli.main import run_verb
+from t5x.cli.text_page import TextPage
+from t5x.compat import test_utils
 from t5x.data import seqio_bridge
-from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
-from t5x.verbs.cache import cache_tasks
-from t5x.verbs.data_report import DataReport
-from t5x.verbs.text_page import TextPage
 
 LENGTHS = {"inputs": 32, "targets": 11}
 
@@ -134,7 +136,7 @@ def main(job_file, results_file):
     for verb, arguments in job["runs"]:
         configuration.clear()
         seqio_bridge._bridged.clear()  # as a new process: examples are found where they are staged
-        codes.append(cli.run_verb(verb, arguments))
+        codes.append(run_verb(verb, arguments))
         print("=== end of run ===", file=sys.stderr)
         for source, copy in job["copies"].items():
             if not os.path.isdir(copy):

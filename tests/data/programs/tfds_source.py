@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from t5x._runtime.errors import UserError
 from t5x.data import TfdsDataSource
-from t5x.errors import UserError
 
 SLICES = {"head": "train[:3]", "tail": "train[60%:]", "both": "train[5:]+test"}
 

@@ -8,16 +8,17 @@ import itertools
 import sys
 from pathlib import Path
 
-from t5x import startup, trainer
-from t5x.adafactor import Adafactor
+from t5x import trainer
+from t5x._runtime import startup
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import train_loader
-from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
+from t5x.optimizers.adafactor import Adafactor
 from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
-from t5x.train import train
+from t5x.runs.train import train
 from t5x.trainer.datasets import ShardInfo
 from tests.chaos.tasks import VOCABULARY
 

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths, tree
-from t5x.checkpoints.formats.huggingface import config_json, tokenizer_files, weight_checksums
+from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files
 from t5x.checkpoints.formats.huggingface import tensor_names as names
 from t5x.checkpoints.formats.huggingface.safetensors_files import Tensor, read_header
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
-from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
     generation = config_json.read_json(generation_file) if os.path.lexists(generation_file) else None
     config = config_json.read_config(stated, config_file, generation)
     tensors = _read_headers(path)
-    weight_checksums.verify_checksums(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
+    safetensors_files.verify_checksums(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     _remove_copies(tensors, path)
     config["logits_via_embedding"] = _resolve_logits(config, stated, tensors, path)
     model_type = config_json.model_type(stated, path)

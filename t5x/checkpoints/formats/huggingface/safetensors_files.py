@@ -4,22 +4,27 @@ Files are untrusted. The library checks that the tensors fill the file exactly, 
 trusts is checked here: that the file is a regular one, the size of its header, and that names occur once.
 """
 
+
 import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from etils import epath
 from safetensors import SafetensorError, safe_open
 
+from t5x._runtime.errors import UserError
+from t5x.checkpoints import paths
+from t5x.checkpoints.formats.huggingface.config_json import read_json
 from t5x.checkpoints.formats.safety import check_shape
 from t5x.checkpoints.formats.source import LazyArray
-from t5x.errors import UserError
+from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.untrusted import open_regular, parse_json
 
 _MAX_HEADER_BYTES = 16 * 2**20  # a T5 11B's header has 0.1 MB
@@ -156,3 +161,36 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LazyArray]) -> str
 
 def _rows_per_chunk(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return max(1, _CHUNK_BYTES // max(1, dtype.itemsize * math.prod(shape[1:])))
+
+
+CHECKSUM_FILE = "t5x_checksums.json"
+
+
+def write_checksums(directory: epath.Path, digests: Mapping[str, str]) -> None:
+    """Write the file for existing weight files, given their SHA-256."""
+    content = {name: {"size": os.path.getsize(directory / name), "sha256": digest} for name, digest in digests.items()}
+    paths.write_file(directory / CHECKSUM_FILE, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def verify_checksums(path: str, used: Iterable[str]) -> None:
+    """Read the weight files `used`; raise DamagedCheckpoint unless they are as they were written.
+
+    Nothing is verified without t5x_checksums.json.
+    """
+    if not os.path.lexists(f"{path}/{CHECKSUM_FILE}"):
+        return
+    records = read_json(f"{path}/{CHECKSUM_FILE}")
+    for name in sorted(used):
+        record = records.get(name)
+        if not isinstance(record, dict):
+            raise _damaged(path, f"{CHECKSUM_FILE} has no entry for {name}")
+        with open_regular(f"{path}/{name}") as file:
+            size = os.fstat(file.fileno()).st_size
+            if record.get("size") != size:
+                raise _damaged(path, f"{name} has {size} bytes instead of {record.get('size')}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != record.get("sha256"):
+                raise _damaged(path, f"{name} has changed (SHA-256)")
+
+
+def _damaged(path: str, reason: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(path, f"{reason}. If the weights were changed on purpose, delete {CHECKSUM_FILE}")

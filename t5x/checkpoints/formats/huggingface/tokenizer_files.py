@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats.huggingface.config_json import kept_fields, read_json
 from t5x.data.vocabularies import (
     ByteVocabulary,
@@ -16,7 +17,6 @@ from t5x.data.vocabularies import (
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
 from t5x.data.vocabularies.huggingface import MAX_TOKENIZER_BYTES
 from t5x.data.vocabularies.loading import rebuild_vocabulary
-from t5x.errors import UserError
 from t5x.files.user_files import read_regular
 
 logger = logging.getLogger(__name__)

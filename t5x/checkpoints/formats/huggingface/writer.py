@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths, tree
-from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
+from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files
 from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.source import LazyArray
-from t5x.errors import UserError
 from t5x.files.disk_space import check_space
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _write_weights(directory: epath.Path, tensors: Mapping[str, LazyArray], shar
     if len(shards) > 1:
         index = {"metadata": {"total_size": _size(tensors)}, "weight_map": file_of}
         paths.write_file(directory / "model.safetensors.index.json", _dump(index))
-    weight_checksums.write_checksums(directory, digests)
+    safetensors_files.write_checksums(directory, digests)
 
 
 def _size(tensors: Mapping[str, LazyArray]) -> int:

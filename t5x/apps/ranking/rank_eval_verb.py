@@ -1,0 +1,56 @@
+"""`t5x rank-eval`: its arguments and the call of its entry point."""
+
+import argparse
+import dataclasses
+import os
+
+from t5x._runtime.errors import UserError
+from t5x._runtime.signals import work_begins
+from t5x.cli.parser import VerbParser, add_options, option, passed_options
+
+
+@dataclasses.dataclass(kw_only=True)
+class MeasureOptions:
+    """What rankings are scored with."""
+
+    measures: tuple[str, ...] | None = option(
+        "A,B",
+        "ndcg@k, mrr@k, map@k, recall@k, precision@k (mrr@10,ndcg@10,recall@100,map)",
+        type=lambda text: tuple(text.split(",")),
+    )
+    relevance_level: int | None = option("N", "lowest grade of a relevant passage (1)")
+
+
+def define(parser: VerbParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="TREC or MS MARCO runs; the first is the baseline")
+    parser.add_argument("--qrels", metavar="FILE", required=True, help="the judgments")
+    add_options(parser, MeasureOptions)
+    parser.add_argument("--missing_as_zero", action="store_true", help="count judged queries that a run lacks as 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--per_query", metavar="FILE", help="write the values of every query, as JSON lines")
+    parser.set_help(
+        "Score runs with judgments, as trec_eval does, and test whether they differ significantly.",
+        """
+        printf '1 0 a 1\\n' > qrels.txt; printf '1 Q0 b 1 2.0 x\\n1 Q0 a 2 1.0 x\\n' > run.trec
+        t5x rank-eval --qrels qrels.txt run.trec
+        t5x rank-eval --qrels qrels.txt --measures mrr@10,recall@1000 --relevance_level 2 run.trec
+        """,
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    work_begins()
+    from t5x.apps.ranking import trec_files
+    from t5x.apps.ranking.trec_files import read_qrels
+
+    names = [os.path.basename(path) for path in args.runs]
+    if len(set(names)) < len(names):
+        names = args.runs
+    if len(set(names)) < len(names):
+        repeated = next(path for path in args.runs if args.runs.count(path) > 1)
+        raise UserError(f"The run {repeated} is given twice. Remove one of them.")
+    report = trec_files.evaluation_report(
+        read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
+        per_query_path=args.per_query, as_json=args.json, **passed_options(args, MeasureOptions),
+    )  # fmt: skip
+    print(report)

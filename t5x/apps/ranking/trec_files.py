@@ -1,0 +1,212 @@
+"""Files of judgments (qrels) and runs, in the formats of TREC, MS MARCO and BEIR. Fields are separated by whitespace.
+
+    qrels             query  0|Q0  document  grade             TREC and MS MARCO
+    qrels, BEIR       query  document  grade                   after the header: query-id  corpus-id  score
+    run, TREC         query  Q0  document  rank  score  tag
+    run, MS MARCO     query  document  rank
+
+Files may be remote, and compressed with gzip. The first line decides the format of a run.
+"""
+
+
+import dataclasses
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from t5x._runtime.errors import UserError
+from t5x.apps.ranking.passage_files import read_lines
+from t5x.metrics.ranking import PerQuery, Qrels, Run, compare, per_query, ranked, table
+from t5x.telemetry import jsonl
+
+FORMATS = ("trec", "msmarco", "jsonl")  # of rankings that are written
+
+Path = str | os.PathLike[str]
+_TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
+_MSMARCO_RUN = ("query", "document", "rank")
+_QRELS = ("query", "iteration", "document", "grade")
+_BEIR_QRELS = ("query", "document", "grade")
+_BEIR_HEADER = ["query-id", "corpus-id", "score"]
+
+
+def read_qrels(path: Path) -> dict[str, dict[str, int]]:
+    """Read a file of judgments as {query: {document: grade}}.
+
+    Raises:
+      UserError: if the file cannot be read or a line is invalid.
+    """
+    qrels: dict[str, dict[str, int]] = {}
+    kind = None
+    for where, fields in _read_fields(path):
+        if kind is None:
+            kind = _BEIR_QRELS if fields == _BEIR_HEADER else _QRELS
+            if kind is _BEIR_QRELS:
+                continue
+        if len(fields) != len(kind):
+            raise _wrong_fields(where, fields, "judgments", [kind])
+        query, *_, document, grade = fields
+        _add(qrels, where, query, document, _number(where, "grade", grade, int))
+    return qrels
+
+
+def read_run(path: Path) -> dict[str, dict[str, float]]:
+    """Read a run as {query: {document: score}}; if the file has only ranks, the score is minus the rank.
+
+    Raises:
+      UserError: if the file cannot be read or a line is invalid.
+    """
+    run: dict[str, dict[str, float]] = {}
+    kind = None
+    for where, fields in _read_fields(path):
+        kind = kind or next((known for known in (_TREC_RUN, _MSMARCO_RUN) if len(known) == len(fields)), None)
+        if kind is None or len(fields) != len(kind):
+            raise _wrong_fields(where, fields, "a run", [kind] if kind else [_TREC_RUN, _MSMARCO_RUN])
+        if kind is _TREC_RUN:
+            query, _, document, _, score, _ = fields
+            _add(run, where, query, document, _number(where, "score", score, float))
+        else:
+            query, document, rank = fields
+            _add(run, where, query, document, -float(_number(where, "rank", rank, int)))
+    return run
+
+
+def ranking_lines(
+    form: str, query: str, scores: Mapping[str, float], logits: Mapping[str, Sequence[float]]
+) -> list[bytes]:
+    """Return the output lines of a query.
+
+    Args:
+      form: one of FORMATS.
+      scores: scores of the documents in input order.
+      logits: label logits of the scored documents; jsonl writes only these documents.
+    """
+    if form != "jsonl":
+        return list((trec_lines if form == "trec" else msmarco_lines)({query: scores}))
+    lines = []
+    for document, of_labels in logits.items():
+        named = dict(zip(("true_logit", "false_logit"), map(float, of_labels), strict=False))
+        lines.append(jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named}))
+    return lines
+
+
+def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
+    """Yield the lines of a run in TREC's format, ranked; scores are written without loss.
+
+    Raises:
+      UserError: if an id cannot be written.
+    """
+    for query, scores in run.items():
+        for rank, document in enumerate(ranked(scores, query), start=1):
+            score = float(scores[document])
+            yield f"{check_id(query)} Q0 {check_id(document)} {rank} {score!r} {check_id(tag)}\n".encode()
+
+
+def msmarco_lines(run: Run) -> Iterator[bytes]:
+    """Yield the lines of a run in MS MARCO's format: ranks from 1, without scores.
+
+    Raises:
+      UserError: if an id cannot be written.
+    """
+    for query, scores in run.items():
+        for rank, document in enumerate(ranked(scores, query), start=1):
+            yield f"{check_id(query)}\t{check_id(document)}\t{rank}\n".encode()
+
+
+def check_id(text: str, hint: str = "") -> str:
+    """Return `text` if it can be an id in a run, or raise a UserError, whose message ends with `hint`."""
+    if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
+        raise UserError(f"{text!r} cannot be written as an id: ids must be non-empty strings without whitespace.{hint}")
+    return text
+
+
+def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the position (file:line) and the fields of every line that is not blank."""
+    line = None
+    for line in read_lines(os.fspath(path)):
+        line.text()
+        yield line.where, [field.decode() for field in line.content.split()]  # ids may contain non-ASCII whitespace
+    if line is None:
+        raise UserError(f"{os.fspath(path)} is empty.")
+
+
+def _add(values: dict[str, dict], where: str, query: str, document: str, value: float) -> None:
+    if document in values.setdefault(query, {}):
+        raise UserError(f"{where}: document {document!r} occurs a second time for query {query!r}. Remove one.")
+    values[query][document] = value
+
+
+def _number(where: str, field: str, text: str, kind: Callable[[str], float]) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        needed = "an integer" if kind is int else "a number"
+        raise UserError(f"{where}: the {field} must be {needed}, not {text!r}.")
+    return value
+
+
+def _wrong_fields(where: str, fields: list[str], what: str, kinds: list[tuple[str, ...]]) -> UserError:
+    needed = " or ".join(f"{len(kind)} ({' '.join(kind)})" for kind in kinds)
+    return UserError(f"{where}: {len(fields)} fields, but a line of {what} has {needed}: {' '.join(fields)[:80]!r}")
+
+
+log = logging.getLogger(__name__)
+
+MEASURES = ("mrr@10", "ndcg@10", "recall@100", "map")
+
+
+def evaluation_report(
+    qrels: Qrels,
+    runs: Mapping[str, Run],
+    paths: Mapping[str, str],
+    measures: Sequence[str] = MEASURES,
+    *,
+    relevance_level: int = 1,
+    missing_as_zero: bool = False,
+    per_query_path: str | None = None,
+    as_json: bool = False,
+) -> str:
+    """Return a table of the runs' measures, followed by how each run differs from the first.
+
+    Args:
+      runs: {name: run}.
+      paths: {name: run file}, added after `runs`.
+      measures, relevance_level, missing_as_zero: see `t5x.metrics.ranking.per_query`.
+      per_query_path: file for the values of every query, as JSON lines.
+      as_json: return a JSON object with `runs` and `differences` instead.
+    """
+    values: dict[str, PerQuery] = {}
+    for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
+        if unjudged := sum(query not in qrels for query in run):
+            log.warning("%s: %d of %d queries have no judgments and are ignored", name, unjudged, len(run))
+        values[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
+    if per_query_path is not None:
+        jsonl.replace(per_query_path, map(jsonl.encode, _by_query(values)))
+    as_table = table(values)  # which checks that the runs can be compared
+    (_, base), *others = values.items()
+    differences = [
+        {"run": name, "measure": measure, **dataclasses.asdict(compare(base[measure], of_queries))}
+        for name, of_run in others
+        for measure, of_queries in of_run.items()
+        if len(of_queries) > 1
+    ]
+    if as_json:
+        means = {name: {m: sum(v.values()) / len(v) for m, v in of_run.items()} for name, of_run in values.items()}
+        return jsonl.encode({"runs": means, "differences": differences}).decode().rstrip()
+    lines = [
+        f"{row['run']}, {row['measure']}: {row['difference']:+.4f}, p = {row['t_test']:.2g} (t-test), "
+        f"{row['randomization']:.2g} (randomization)"
+        for row in differences
+    ]
+    return "\n".join([as_table, *lines])
+
+
+def _by_query(values: Mapping[str, PerQuery]) -> list[dict]:
+    return [
+        {"run": name, "query_id": query, **{measure: of_queries[query] for measure, of_queries in of_run.items()}}
+        for name, of_run in values.items()
+        for query in next(iter(of_run.values()))
+    ]
