@@ -280,6 +280,7 @@ async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Na
 
 def percentiles(milliseconds: list[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
+
     def percentile(share: float) -> float:
         return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
 

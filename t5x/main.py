@@ -3,4 +3,6 @@
 from t5x.cli.run_modes import *  # noqa: F403
 
 if __name__ == "__main__":
-    main()  # noqa: F405
+    import sys
+
+    main(sys.argv)  # noqa: F405

@@ -5,7 +5,6 @@ any library that needs such a module. A finder that runs after all others looks 
 names, and for modules that these import. Installed modules take precedence.
 """
 
-
 import importlib
 import logging
 import os

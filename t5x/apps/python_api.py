@@ -1,15 +1,19 @@
-"""A replacement for the text2text pipelines that transformers 5 removed."""
+"""`t5x.load` and `t5x.pipeline`: a model in Python, and a replacement for the pipelines that transformers 5 removed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import t5x
 from t5x._runtime.errors import UserError
+from t5x.apps.answering.answers import AnswerMethods
+from t5x.apps.ranking.reranker import RankMethods
+from t5x.checkpoints.convert import convert
 from t5x.files.untrusted import parse_json
+from t5x.inference import loaded
 from t5x.inference.loaded import Generation, LoadedModel, read_inputs
 from t5x.inference.options import HUGGINGFACE_NAMES
+from t5x.partitioning.process_setup import enable_compilation_cache
 
-__all__ = ["Generation", "TransformersPipeline", "pipeline"]
+__all__ = ["Generation", "Model", "TransformersPipeline", "load", "pipeline"]
 
 # {task: field of the results}
 _TASKS = {
@@ -21,6 +25,39 @@ _CONFIG = "generation_config.json"
 _CONFIGURED = (
     *HUGGINGFACE_NAMES, "do_sample", "temperature", "top_k", "top_p", "length_penalty", "repetition_penalty",
 )  # fmt: skip
+
+
+class Model(RankMethods, AnswerMethods, LoadedModel):
+    """A `LoadedModel` that also ranks passages, answers questions and saves itself."""
+
+    def save(self, path: str, *, to: str = "hf", dtype: str | None = None, overwrite: bool = False) -> None:
+        """Save the model to a new directory.
+
+            model.save("flan")                  # for transformers; t5x loads it too
+
+        Args:
+          to: `hf` (Hugging Face), `t5x` (ours) or `native` (T5X).
+          dtype: `float32` or `bfloat16` for the parameters; None keeps theirs.
+          overwrite: replace an existing directory.
+        """
+        convert(self.source, path, to=to, dtype=dtype, overwrite=overwrite)
+
+
+def load(model_dir: str, **options: Any) -> Model:
+    """Load the model of a checkpoint of any format, or of a MODEL_DIR, to generate, score, rank and answer.
+
+        model = t5x.load("runs/demo")
+        print(model.generate("the third of March '97").text)
+
+    Args:
+      model_dir: a path, an id of the Hugging Face Hub (`google/flan-t5-small`), or another name of a checkpoint: see
+        `t5x.checkpoints.names`.
+      options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
+    """
+    enable_compilation_cache()
+    model = loaded.load(model_dir, **options, model_class=Model)
+    assert isinstance(model, Model)
+    return model
 
 
 def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "TransformersPipeline":
@@ -36,7 +73,7 @@ def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "Transforme
     """
     if task not in _TASKS:
         raise UserError(f"The pipeline {task!r} does not exist here; choose one of {', '.join(_TASKS)}.")
-    return TransformersPipeline(t5x.load(model, **options) if isinstance(model, str) else model, _TASKS[task])
+    return TransformersPipeline(load(model, **options) if isinstance(model, str) else model, _TASKS[task])
 
 
 class TransformersPipeline:

@@ -277,9 +277,7 @@ class _TensorStoreArray:
 
     def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
         """Start to read; return a function that waits and fills the shards."""
-        begun = [
-            (shard, self.array[tuple(slice(*pair) for pair in bounds)].read()) for bounds, shard in shards.items()
-        ]
+        begun = [(shard, self.array[tuple(slice(*pair) for pair in bounds)].read()) for bounds, shard in shards.items()]
 
         def finish() -> None:
             for shard, read in begun:

@@ -112,9 +112,7 @@ def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStru
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
     empty = {
-        name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
-        for name, leaf in shapes.items()
-        if 0 in leaf.shape
+        name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name} for name, leaf in shapes.items() if 0 in leaf.shape
     }
     content = {
         "tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True,

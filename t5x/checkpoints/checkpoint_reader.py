@@ -1,6 +1,5 @@
 """Reading checkpoints from a path alone, whoever wrote them and on whatever devices."""
 
-
 import glob
 import hashlib
 import json

@@ -139,9 +139,7 @@ def open_arrays(directory: epath.PathLike, keys: Iterable[str]) -> list[ts.Tenso
     once = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
     context = ts.Context(_CONTEXT)
     opened = [
-        ts.open(
-            {"driver": "zarr", "kvstore": {**database, "path": key}, **once}, open=True, read=True, context=context
-        )
+        ts.open({"driver": "zarr", "kvstore": {**database, "path": key}, **once}, open=True, read=True, context=context)
         for key in keys
     ]
     return [future.result() for future in opened]

@@ -1,6 +1,5 @@
 """T5X's classes that save and restore a training state, over `CheckpointStore` and `transfer`."""
 
-
 import base64
 import dataclasses
 import functools
@@ -78,6 +77,7 @@ def latest_step(checkpoints_dir: str) -> int | None:
 
 def all_dataset_checkpoint_steps(checkpoints_dir: str) -> list[int]:
     """Return the steps whose checkpoints have the position in the data."""
+
     def has_position(step: int) -> bool:
         return open_files(get_checkpoint_dir(checkpoints_dir, step)).exists(paths.DATASET_STATE)
 

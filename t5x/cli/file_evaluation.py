@@ -1,6 +1,5 @@
 """`t5x eval --model DIR --data test.jsonl …`: score a model on a data file, without Python or gin."""
 
-
 import contextlib
 import copy
 import functools

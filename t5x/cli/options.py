@@ -1,6 +1,5 @@
 """Code shared by the verbs: arguments, gin files, several processes."""
 
-
 import argparse
 import contextlib
 import logging

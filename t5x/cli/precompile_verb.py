@@ -8,7 +8,7 @@ from t5x.cli.parser import VerbParser
 _EXAMPLE = (
     "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/precompile.gin --gin.MODEL_DIR=runs/hlo "
     "--import t5x.examples.demo.dates --gin.MIXTURE_OR_TASK_NAME=dates --gin.VOCABULARY='@seqio.ByteVocabulary()' "
-    "--gin.TASK_FEATURE_LENGTHS='{\"inputs\": 64, \"targets\": 32}' --gin.DROPOUT_RATE=0.1"
+    '--gin.TASK_FEATURE_LENGTHS=\'{"inputs": 64, "targets": 32}\' --gin.DROPOUT_RATE=0.1'
 )
 
 

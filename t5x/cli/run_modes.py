@@ -2,7 +2,6 @@
 
 import argparse
 import enum
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -32,7 +31,3 @@ def main(argv: Sequence[str]) -> NoReturn:
     )  # fmt: skip
     args, verb_argv = parser.parse_known_args(argv[1:])
     main_of(args.run_mode, verb_argv)
-
-
-if __name__ == "__main__":
-    main(sys.argv)

@@ -17,11 +17,17 @@ VERBS = {
     "infer": ("t5x.cli.infer_verb", "write a model's predictions or scores for a file or a task"),
     "answer": ("t5x.apps.answering.answer_verb", "answer questions about passages and locate the answers in them"),
     "rerank": ("t5x.apps.ranking.rerank_verb", "order passages by relevance"),
-    "rank-eval": ("t5x.apps.ranking.rank_eval_verb", "score rankings with judgments: MRR, nDCG, MAP, significance tests"),
+    "rank-eval": (
+        "t5x.apps.ranking.rank_eval_verb",
+        "score rankings with judgments: MRR, nDCG, MAP, significance tests",
+    ),
     "serve": ("t5x.apps.serving.serve_verb", "serve models over HTTP, with a page to try them"),
     "inspect": ("t5x.cli.inspect_verb", "describe a checkpoint of any format"),
     "convert": ("t5x.cli.convert_verb", "convert a checkpoint to t5x's, T5X's or Hugging Face's format"),
-    "export": ("t5x.apps.exporting.export_verb", "export a model to TensorFlow, StableHLO, transformers, CTranslate2 or ONNX"),
+    "export": (
+        "t5x.apps.exporting.export_verb",
+        "export a model to TensorFlow, StableHLO, transformers, CTranslate2 or ONNX",
+    ),
     "cache": ("t5x.cli.cache_verb", "write a task's tokenized examples once, for training to read"),
     "precompile": ("t5x.cli.precompile_verb", "compile a training step and write its HLO"),
     "plan": ("t5x.apps.planning.plan_verb", "estimate memory, time and cost of training on devices that are not here"),
@@ -33,11 +39,11 @@ VERBS = {
 SCRIPTS = {"convert-tf-checkpoint": "t5x.compat.convert_tf_checkpoint"}
 # {name in gin files: the function that a verb configures and calls}
 GIN_ENTRY_POINTS = {
-    "train": "t5x.train:train",
-    "evaluate": "t5x.eval:evaluate",
-    "infer": "t5x.infer:infer",
-    "precompile": "t5x.precompile:precompile",
-    "save": "t5x.export_lib:save",
+    "train": "t5x.runs.train:train",
+    "evaluate": "t5x.runs.eval:evaluate",
+    "infer": "t5x.runs.infer:infer",
+    "precompile": "t5x.runs.precompile:precompile",
+    "save": "t5x.apps.exporting.t5x_api:save",
 }
 
 

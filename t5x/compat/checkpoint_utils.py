@@ -1,6 +1,5 @@
 """T5X's functions for the directories of checkpoints: pins, removal and formats."""
 
-
 import enum
 import glob
 import logging
@@ -93,11 +92,11 @@ def get_restore_parameters(directory: str, structure: Any) -> Any:
 class CheckpointTranslator:
     """Renames variables by rules.
 
-        translator = CheckpointTranslator()
+    translator = CheckpointTranslator()
 
-        @translator.add(r"(encoder|decoder)/embedding")
-        def embeddings(opts, key, val, tower):
-            return f"target/{tower}/token_embedder/embedding", val
+    @translator.add(r"(encoder|decoder)/embedding")
+    def embeddings(opts, key, val, tower):
+        return f"target/{tower}/token_embedder/embedding", val
     """
 
     def __init__(self):
@@ -138,7 +137,6 @@ def global_step(opts: Any, key: str, val: Any) -> tuple[str, Any]:
 _TOWER = "(encoder|decoder|transformer)"
 _SLOT = "(_slot_(?:v|vr|vc))?"
 _LAYER = rf"{_TOWER}/block_(\d+)/layer_\d+/"
-
 
 
 def _rename(opts: Any, key: str, val: Any, *groups: Any, **named_groups: Any) -> tuple[str | None, Any]:
@@ -189,7 +187,6 @@ def restore_from_t5_checkpoint(
         fix = "\nstrict=False ignores what is unexpected." if compared.keys() - expected.keys() else ""
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}{fix}")
     return tree.nest({name: stored[name] if lazy_parameters else stored[name].get() for name in expected})
-
 
 
 State = Mapping[str, Any]

@@ -1,6 +1,5 @@
 """Convert a Mesh TensorFlow checkpoint to T5X's native format, under T5X's name; `t5x convert` needs no gin file."""
 
-
 import argparse
 import logging
 
@@ -44,12 +43,6 @@ def convert_checkpoint(
     )
 
 
-if __name__ == "__main__":
-    from t5x.cli import main
-
-    main.main_of("convert-tf-checkpoint")
-
-
 _EXAMPLE = (
     "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin.DROPOUT_RATE=0.0 --gin.convert_checkpoint.model=%MODEL "
     "--gin.convert_checkpoint.tf_checkpoint_path=model.ckpt-1000000 --gin.convert_checkpoint.output_dir=converted"
@@ -60,11 +53,9 @@ def define(parser: VerbParser) -> None:
     parser.prog = "convert_tf_checkpoint.py"
     add_gin(parser)
     parser.set_help("Convert a Mesh TensorFlow checkpoint to T5X's native format. `t5x convert` does the same.", f"""
-        python t5x/compat/convert_tf_checkpoint.py {_EXAMPLE}
+        python t5x/scripts/convert_tf_checkpoint.py {_EXAMPLE}
         """)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
-    pass  # REMOVED
-
     run_gin(args, convert_checkpoint, [_EXAMPLE])

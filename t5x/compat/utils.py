@@ -1,5 +1,6 @@
 """T5X's `utils` for training scripts of users: datasets, checkpoints and steps, over our modules."""
 
+# ruff: noqa: F401
 
 import json
 import logging
@@ -12,8 +13,6 @@ from typing import Any
 
 import flax.core
 import flax.traverse_util
-
-# ruff: noqa: F401, F403
 import gin
 import jax
 import jax.numpy as jnp

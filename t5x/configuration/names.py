@@ -19,7 +19,17 @@ from t5x._runtime.imports import __file__, directories, import_module, install_h
 from t5x.configuration.state import ConfigurationError, Import, State, bindings, display_path
 
 _MISSING = object()
-_MOVED_MODULES = {"t5x.plain": "t5x.cli.file_training"}  # in config.gin and model.json of earlier versions
+# {module or package that files of earlier versions name: where it is now}; the first one that fits counts
+_MOVED_MODULES = {
+    "t5x.plain": "t5x.cli.file_training",
+    "t5x.verbs.file_training": "t5x.cli.file_training",
+    "t5x.ranking.judged_source": "t5x.apps.ranking.judged_data",
+    "t5x.ranking.judgments": "t5x.apps.ranking.judged_data",
+    "t5x.ranking.preprocessors": "t5x.apps.ranking.tasks",
+    "t5x.ranking": "t5x.apps.ranking",
+    "t5x.answering": "t5x.apps.answering",
+    "t5x.exporting": "t5x.apps.exporting",
+}
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 

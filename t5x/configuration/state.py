@@ -3,7 +3,6 @@
 Gin itself holds the values.
 """
 
-
 import copy
 import dataclasses
 import os

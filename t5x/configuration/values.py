@@ -1,6 +1,5 @@
 """Gin values: Python literals that may contain references (`@name`, `@name()`) and macros (`%NAME`)."""
 
-
 import collections.abc
 import dataclasses
 import enum

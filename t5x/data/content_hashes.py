@@ -15,7 +15,6 @@ classes of packages and of t5x are hashed by their name, arguments and closures.
 and the states of random generators do not count there.
 """
 
-
 import ast
 import contextlib
 import copyreg

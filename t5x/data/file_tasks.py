@@ -100,9 +100,7 @@ def describe_data(task: Any, lengths: Mapping[str, int] | None) -> DataDescripti
     description = settings.get("description") if isinstance(settings, Mapping) else None
     if not isinstance(description, DataDescription) or lengths is None:
         return None
-    return dataclasses.replace(
-        description, max_input_length=lengths["inputs"], max_target_length=lengths["targets"]
-    )
+    return dataclasses.replace(description, max_input_length=lengths["inputs"], max_target_length=lengths["targets"])
 
 
 def text_task(

@@ -64,10 +64,7 @@ def train_loader(
     seed = _seed(cfg)
     lengths, extra = cfg.task_feature_lengths, cfg.runtime_preprocessors
     config = LaneConfig(
-        [
-            task.pipeline(cfg.split, lengths, seed, extra, need_text=False, use_cached=cfg.use_cached)
-            for task in rates
-        ],
+        [task.pipeline(cfg.split, lengths, seed, extra, need_text=False, use_cached=cfg.use_cached) for task in rates],
         list(rates.values()),
         feature_converter,
         lengths,

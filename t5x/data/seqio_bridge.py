@@ -14,7 +14,6 @@ so that batches are exact after any interruption, as with all our data:
 One pass over the data is staged and repeated, so random preprocessors give the same result in every epoch.
 """
 
-
 import contextlib
 import copy
 import functools

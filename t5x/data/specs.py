@@ -1,6 +1,5 @@
 """The specification of a task's features, and what pipelines and caches need to know of each other."""
 
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol

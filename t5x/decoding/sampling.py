@@ -148,9 +148,7 @@ def temperature_sample(
         prompt = token_at(state.sequences, following)
         free = (prompt == pad_id) & ~state.ended
         token = jnp.where(free, token, jnp.where(state.ended, pad_id, prompt))
-        sequences = jnp.where(
-            state.ended[:, None], state.sequences, set_token(state.sequences, following, token)
-        )
+        sequences = jnp.where(state.ended[:, None], state.sequences, set_token(state.sequences, following, token))
         found_eos = free & is_eos(token, state.eos_id)
         if state_callback_fn is not None:  # one that it wrote also ends the row
             found_eos |= jnp.sum(is_eos(sequences, state.eos_id), axis=1) > prompt_eos

@@ -1,6 +1,5 @@
 """The state of a decoding step, and the types of the functions that see it."""
 
-
 import functools
 import operator
 from collections.abc import Callable

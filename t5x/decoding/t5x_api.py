@@ -1,6 +1,5 @@
 """T5X's operations on beams and caches, for custom decode functions."""
 
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,9 +52,7 @@ def cache_map(fn: Callable[[jax.Array], jax.Array], cache: Any, apply_to_index: 
     """
     flat = flax.traverse_util.flatten_dict(cache)
     skipped = _NOT_EXPANDED if apply_to_index else ("cache_index", *_NOT_EXPANDED)
-    return flax.traverse_util.unflatten_dict(
-        {path: x if path[-1] in skipped else fn(x) for path, x in flat.items()}
-    )
+    return flax.traverse_util.unflatten_dict({path: x if path[-1] in skipped else fn(x) for path, x in flat.items()})
 
 
 def gather_beams(
@@ -192,6 +189,7 @@ def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[jax.Array], j
       predicate: int32 [batch_shape] -> bool [batch_shape]; False up to some number, and True above it. If it is always
         True, the result is the smallest int32.
     """
+
     # Flipping the sign bit turns the order of int32 into that of uint32, searched from the highest bit down.
     def as_int32(bits: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)

@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 _Open = Callable[[BinaryIO], gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile]
 _COMPRESSIONS: dict[str, tuple[_Open, str]] = {
-    ".gz": (gzip.open, "gzip"), ".bz2": (bz2.open, "bzip2"), ".xz": (lzma.open, "xz")
+    ".gz": (gzip.open, "gzip"),
+    ".bz2": (bz2.open, "bzip2"),
+    ".xz": (lzma.open, "xz"),
 }
 _FILES_AT_ONCE = 4
 _CHUNK = 2**20  # bytes that are decompressed at once

@@ -1,6 +1,5 @@
 """Remote paths (`gs://bucket/file`, any that fsspec supports): looking up, listing, reading and writing files."""
 
-
 import contextlib
 import contextvars
 import dataclasses

@@ -1,6 +1,5 @@
 """Readable errors of remote file systems: fsspec's drivers raise their own classes with their own messages."""
 
-
 import contextlib
 import errno
 import os

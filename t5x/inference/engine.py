@@ -5,7 +5,6 @@ floating-point rounding: padding is masked, and random numbers are keyed by the 
 processes, each computes its rows of every batch, and all get all results.
 """
 
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

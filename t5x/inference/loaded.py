@@ -1,6 +1,5 @@
 """The model of a checkpoint of any format, ready for strings. `t5x.load` adds the methods of ranking and answering."""
 
-
 import copy
 import dataclasses
 import functools

@@ -1,6 +1,5 @@
 """Inference over a task: a job whose chunks are written and merged by functions with T5X's signatures."""
 
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,7 +4,6 @@
 {'em': 100.0, 'f1': 100.0}
 """
 
-
 import re
 import string
 from collections import Counter

@@ -4,7 +4,6 @@
 40.0
 """
 
-
 import itertools
 import re
 from collections import Counter

@@ -1,6 +1,5 @@
 """Initial variables of a network."""
 
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -451,9 +451,7 @@ def _update_with_kernels(
         param, v = kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
         return param, {**slots, "v": v}
     moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
-    param, v_row, v_col = kernels.update_matrix(
-        param, grad, *moments, rates, row_axis=row_axis, settings=settings
-    )
+    param, v_row, v_col = kernels.update_matrix(param, grad, *moments, rates, row_axis=row_axis, settings=settings)
     return param, {**slots, "v_row": v_row, "v_col": v_col}
 
 

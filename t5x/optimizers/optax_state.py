@@ -4,7 +4,6 @@ Optax keeps state in named tuples. It is stored as nested dictionaries by field 
 parts, exactly as T5X writes it: `1/0/mu/encoder/…`, `1/0/count`. Random keys are stored as their data.
 """
 
-
 import functools
 import logging
 import operator

@@ -1,6 +1,5 @@
 """Optax transformations as optimizers of the trainer."""
 
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,6 +1,5 @@
 """Learning rate schedules."""
 
-
 import functools
 import inspect
 import logging

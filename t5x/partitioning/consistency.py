@@ -1,6 +1,5 @@
 """Check that the processes of a run agree; a difference ends all of them before anything is computed."""
 
-
 import argparse
 import hashlib
 import importlib.metadata

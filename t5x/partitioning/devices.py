@@ -1,6 +1,5 @@
 """What kind of device a traced program will run on: those of the active mesh, or JAX's default devices."""
 
-
 import contextlib
 
 import jax

@@ -88,9 +88,7 @@ def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.
     return _assemble(tuple(ici), tuple(dcn), HYBRID_AXES[-len(ici) :], devices)
 
 
-def _assemble(
-    ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...], devices: Sequence[jax.Device]
-) -> Mesh:
+def _assemble(ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...], devices: Sequence[jax.Device]) -> Mesh:
     """Return a mesh of shape `ici` * `dcn`, with one block of shape `ici` for each group of nearby devices."""
     groups = _groups(devices, math.prod(dcn))
     blocks = [mesh_utils.create_device_mesh(ici, group) for group in groups]

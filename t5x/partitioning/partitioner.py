@@ -1,6 +1,5 @@
 """The mesh, and the shardings of arrays on it."""
 
-
 import contextlib
 import functools
 import logging
@@ -462,9 +461,7 @@ def _own_rules(rules: AxisRules) -> AxisRules | None:
     return None if own_rules == standard_logical_axis_rules() else own_rules
 
 
-def _check_preset(
-    name: str, preset: Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None
-) -> None:
+def _check_preset(name: str, preset: Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None) -> None:
     """Raise an ArgumentError if another argument contradicts the preset."""
     where = f"PjitPartitioner.preset {name!r}"
     if any(shape is not None for shape in shapes):

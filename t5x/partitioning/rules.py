@@ -1,6 +1,5 @@
 """Rules that map logical axes to mesh axes."""
 
-
 import dataclasses
 import math
 from typing import Any

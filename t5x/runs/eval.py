@@ -352,9 +352,3 @@ def _log_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransf
             references = len(target) if isinstance(target, list | tuple) else 1
             name = getattr(metric, "func", metric).__name__
             log.info("%s of %s: %s", name, task.name, signature(references, **getattr(metric, "keywords", {})))
-
-
-if __name__ == "__main__":
-    from t5x.cli import main
-
-    main.main_of("eval")

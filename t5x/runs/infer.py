@@ -191,9 +191,3 @@ def _measure_lengths(task: Task, cfg: DatasetConfig, model: BaseTransformerModel
     lengths = TaskExamples(task, cfg, None).measure(features)
     log.info("%s, split %s: measured lengths %s", task.name, cfg.split, lengths)
     return lengths
-
-
-if __name__ == "__main__":
-    from t5x.cli import main
-
-    main.main_of("infer")

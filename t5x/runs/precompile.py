@@ -82,9 +82,3 @@ def precompile(
         for name, content in files.items():
             jsonl.replace(os.path.join(model_dir, name), [content])
             log.info("wrote %s", os.path.join(model_dir, name))
-
-
-if __name__ == "__main__":
-    from t5x.cli import main
-
-    main.main_of("precompile")

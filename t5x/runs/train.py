@@ -367,9 +367,3 @@ def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     dtype = getattr(getattr(model.module, "config", None), "dtype", None)
     activations = "" if dtype is None else f", activations in {dtype}"
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{activations}"
-
-
-if __name__ == "__main__":
-    from t5x.cli import main
-
-    main.main_of("train")

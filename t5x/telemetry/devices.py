@@ -1,6 +1,5 @@
 """Data sheet numbers of devices: bfloat16 peak, memory, bandwidths."""
 
-
 import dataclasses
 import re
 from typing import NamedTuple, Protocol

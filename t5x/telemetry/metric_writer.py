@@ -1,6 +1,5 @@
 """Write the metrics of a run to TensorBoard events and `metrics.jsonl`, side by side in one directory."""
 
-
 import contextlib
 import errno
 import logging

@@ -1,6 +1,5 @@
 """Checks before anything is computed."""
 
-
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

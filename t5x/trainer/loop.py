@@ -1,6 +1,5 @@
 """The training loop: steps, and the metrics, saves and evaluations between them."""
 
-
 import contextlib
 import dataclasses
 import gc

@@ -3,7 +3,6 @@
 JAX's preemption service also handles SIGTERM in several processes; this one handles Ctrl-C as well.
 """
 
-
 import contextlib
 import itertools
 import logging

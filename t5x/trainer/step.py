@@ -1,6 +1,5 @@
 """One training step and one evaluation step: pure functions with T5X's names, for trainers of users."""
 
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -175,9 +174,7 @@ def _in_microbatches(
     if rows % count:
         raise UserError(f"trainer.Trainer.num_microbatches is {count}, which does not divide the batch size {rows}.")
     # Microbatch i takes every num_microbatches-th row, so that each device has rows in each microbatch.
-    parts = {
-        name: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1) for name, x in batch.items()
-    }
+    parts = {name: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1) for name, x in batch.items()}
     # A custom module keys dropout by position: each microbatch needs its own key.
     same = (count, *dropout_rng.shape)
     rngs = jnp.broadcast_to(dropout_rng, same) if one_key else jax.random.split(dropout_rng, count)

@@ -31,9 +31,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("kind", TOO_LARGE)
 # Writes that TensorStore drops when another has failed complain to an event loop of Orbax that is closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_full_disk_keeps_the_last_checkpoint_and_names_removable_ones(
-    small_disk, caplog, monkeypatch, kind, looked
-):
+def test_full_disk_keeps_the_last_checkpoint_and_names_removable_ones(small_disk, caplog, monkeypatch, kind, looked):
     store = CheckpointStore(small_disk)
     for step in (1, 2):
         store.save(step, make_tree(step), sidecars=SIDECARS)

@@ -33,7 +33,8 @@ WRONG = {
     "neither a model nor a size": ("train --data x.tsv --model_dir run --steps 1", "--model", "--size"),
     "an optimizer that there is not": ("train --data x.tsv --optimizer adamx", "adamw"),
     "an optimizer without a rate": (
-        "train --data x.tsv --model {m} --model_dir run --steps 1 --optimizer lion", "--learning_rate",
+        "train --data x.tsv --model {m} --model_dir run --steps 1 --optimizer lion",
+        "--learning_rate",
     ),
     "a metric that there is not": ("eval --model {m} --data x.tsv --inputs q --targets a --metric blue", "bleu"),
     "a metric of no module": ("eval --model {m} --data x.tsv --inputs q --targets a --metric nope:f", "nope"),
@@ -46,7 +47,9 @@ WRONG = {
     "text where fields are needed": ("infer --model {m} --input x.txt --inputs {{q}}{{a}}", "q, a", ".jsonl"),
     "gin beside a model": ("infer --model {m} --input - --gin.BATCH_SIZE=3", "--gin"),
     "gin options beside a model": (
-        "eval --model {m} --data x.tsv --dry_run --tfds_data_dir d", "--dry_run, --tfds_data_dir", "CHECKPOINT_PATH",
+        "eval --model {m} --data x.tsv --dry_run --tfds_data_dir d",
+        "--dry_run, --tfds_data_dir",
+        "CHECKPOINT_PATH",
     ),
     "gin where there is none": ("inspect {m} --gin.BATCH_SIZE=3", "--gin.NAME=VALUE"),
     "a gin file beside it": ("train --gin_file=conf/mne.gin", "conf/mine.gin"),
@@ -157,7 +160,5 @@ def test_the_working_directory_on_the_path_does_not_shadow_packages(entry, tmp_p
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([entry, env["PYTHONPATH"]])
     program = f"import sys; sys.argv = ['t5x']; from t5x import cli; cli.main({['inspect', 'nowhere']!r})"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "nowhere" in done.stderr, done.stderr

@@ -95,7 +95,9 @@ def test_a_kept_digest_is_of_the_content_even_if_the_times_are_put_back(write, t
     first = content_hashes.hash_data_files([copy])
     (kept,) = (tmp_path / "cache/data/digests").iterdir()
     when = kept.stat().st_mtime_ns
-    assert content_hashes.hash_data_files([copy]) == first and kept.stat().st_mtime_ns == when  # it was not hashed again
+    assert (
+        content_hashes.hash_data_files([copy]) == first and kept.stat().st_mtime_ns == when
+    )  # it was not hashed again
     time.sleep(0.02)
     with open(path, "r+b") as file:
         file.write(b'{"inputs": "NUMBER')

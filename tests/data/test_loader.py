@@ -276,10 +276,7 @@ def test_evaluation_with_filters_and_several_processes():
 
     task = make_task(numbered(10), [several, preprocessors.tokenize])
     whole = evaluate(task, batch_size=4)
-    halves = [
-        evaluate(task, batch_size=4, rows=rows)
-        for rows in (range(2), range(2, 4))
-    ]
+    halves = [evaluate(task, batch_size=4, rows=rows) for rows in (range(2), range(2, 4))]
     assert len(whole) == len(halves[0]) == len(halves[1]) == 3
     for one, *parts in zip(whole, *halves, strict=True):
         for name in one.batch:

@@ -213,9 +213,7 @@ def test_a_file_that_is_cut_or_damaged_anywhere_is_noticed(tmp_path_factory, dat
     path.write_bytes(damaged)
     index = sum(end <= at for end in ends) - 1
     source = TFExampleDataSource({"train": str(path)}, {"x": "int"})
-    with pytest.raises(
-        UserError, match=f"record {index + 1}|TFRecord" if index == 0 else f"record {index + 1}"
-    ):
+    with pytest.raises(UserError, match=f"record {index + 1}|TFRecord" if index == 0 else f"record {index + 1}"):
         source.example("train", index)
 
 

@@ -164,7 +164,6 @@ def test_a_loader_closes_though_a_worker_is_stuck():
     source = loader(make_task([{"number": i} for i in range(5)], [sleepy]), workers=2)
     process = source._source._workers[0]._process
 
-
     def read():
         with pytest.raises(UserError):
             take(source, 3)

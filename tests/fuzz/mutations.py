@@ -48,6 +48,7 @@ GENERIC: list[Mutation] = [
     *[files.replace_by_special] * 3, files.link_folder,
 ]  # fmt: skip
 
+
 def mutate(format: str, directory: Path, outside: Path, rng: random.Random) -> list[str]:
     """Mutates the checkpoint in `directory`; returns what was done.
 

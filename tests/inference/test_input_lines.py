@@ -93,9 +93,7 @@ def test_every_kind_of_file_is_read_as_in_training(tmp_path):
     for path in tmp_path.iterdir():
         (tmp_path / f"bare.{path.name}").write_bytes(path.read_bytes().removeprefix(b"s1\ts2\tlabel\n"))
     for path in sorted(tmp_path.iterdir()):
-        data = DataDescription(
-            inputs="{s1} -> {s2}", targets="label", prefix="a: ", columns=["s1", "s2", "label"]
-        )
+        data = DataDescription(inputs="{s1} -> {s2}", targets="label", prefix="a: ", columns=["s1", "s2", "label"])
         found = list(Lines(str(path), needs_targets=True, data=data))
         pairs = [(line.inputs, line.targets) for line in found]
         assert pairs == [("a: Es regnet, oft -> 7", "ja"), ('a: Ein "Wort" -> 8', "nein")], path.name

@@ -17,9 +17,7 @@ from t5x.partitioning.logical import axis_rules
 
 def gpu(capability: str) -> SimpleNamespace:
     client = SimpleNamespace(platform_version="cuda 13000")
-    return SimpleNamespace(
-        platform="gpu", device_kind="simulated GPU", client=client, compute_capability=capability
-    )
+    return SimpleNamespace(platform="gpu", device_kind="simulated GPU", client=client, compute_capability=capability)
 
 
 def set_default_device(monkeypatch, default: SimpleNamespace) -> None:

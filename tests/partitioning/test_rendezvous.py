@@ -42,9 +42,7 @@ class Gathering(threading.Thread):
         time.sleep(self.delay)
         try:
             me = member(0, self.address.count)
-            self.result = rendezvous.gather(
-                self.address, me, self.timeout, 5, local_address="127.0.0.1", token=TOKEN
-            )
+            self.result = rendezvous.gather(self.address, me, self.timeout, 5, local_address="127.0.0.1", token=TOKEN)
         except UserError as error:
             self.error = error
 

@@ -1,7 +1,7 @@
 """A server that speaks the protocol of the Hugging Face Hub, for the models in a directory.
 
-    with serve({"google/tiny": Path("…")}) as mirror:
-        subprocess.run([…], env={"HF_ENDPOINT": mirror.url, …})
+with serve({"google/tiny": Path("…")}) as mirror:
+    subprocess.run([…], env={"HF_ENDPOINT": mirror.url, …})
 """
 
 import contextlib
@@ -69,9 +69,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if match["what"] == "revision":
             siblings = [{"rfilename": file.name} for file in files]
             return self._json({"id": match["model"], "sha": commit, "private": False, "siblings": siblings})
-        return self._json([
-            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file)} for file in files
-        ])
+        return self._json(
+            [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file)} for file in files]
+        )
 
     def _file(self, file, commit):
         content, status = file.read_bytes(), 200

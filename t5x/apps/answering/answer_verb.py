@@ -75,12 +75,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    import t5x
     from t5x.apps.answering.answers import Answer, AnswerMethods
     from t5x.apps.answering.file_answering import as_record
+    from t5x.inference import loaded
     from t5x.partitioning import distributed
+    from t5x.partitioning.process_setup import enable_compilation_cache
 
-    model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)
+    enable_compilation_cache()
+    model = loaded.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype, model_class=AnswerMethods)
     assert isinstance(model, AnswerMethods)
     answer = model.answer(args.question, args.context, **options)
     assert isinstance(answer, Answer)

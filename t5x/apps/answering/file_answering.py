@@ -1,6 +1,5 @@
 """`t5x answer --input`: answer the questions of a file with the model of a directory."""
 
-
 import dataclasses
 import json
 import logging
@@ -116,8 +115,8 @@ def answer_file(
     """Answer the questions of a file with the model of a checkpoint directory.
 
     An output line has the fields of its question, and `answer`, `score`, `start`, `end`, `no_answer` and, if the
-    `no_answer` option is given, `no_answer_probability`; see `t5x.apps.answering.answers.Answer`. If the run is killed, the
-    same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
+    `no_answer` option is given, `no_answer_probability`; see `t5x.apps.answering.answers.Answer`. If the run is killed,
+    the same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
 
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.

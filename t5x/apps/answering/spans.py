@@ -6,7 +6,6 @@ folded form: NFKC, case-folded, with any whitespace for a space, and optional wh
 matches only characters that the vocabulary does not know.
 """
 
-
 import itertools
 import re
 import unicodedata

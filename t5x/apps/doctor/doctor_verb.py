@@ -26,7 +26,9 @@ class NotReady(Exception):
 
 def define(parser: VerbParser) -> None:
     parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"{', '.join(_TOPICS)} (default: all)")
-    parser.add_argument("--path", default=".", metavar="DIR", help="where runs are written: a directory, gs://…, s3://…")
+    parser.add_argument(
+        "--path", default=".", metavar="DIR", help="where runs are written: a directory, gs://…, s3://…"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_processes(parser)
     parser.set_help(

@@ -1,6 +1,5 @@
 """The result of a check."""
 
-
 import contextlib
 import glob
 import os

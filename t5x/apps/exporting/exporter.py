@@ -1,6 +1,5 @@
 """`t5x export`: write an export, compare it with the original, and refuse it if they differ."""
 
-
 import contextlib
 import errno
 import glob

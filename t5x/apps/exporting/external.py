@@ -116,9 +116,7 @@ def _move_files(source: str, destination: str) -> None:
 
 def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[list[int]]:
     longest = max(map(len, inputs))
-    outputs = loaded.predictions(
-        inputs, Decoding(), max_length=limit, max_input_length=longest, batch_size=len(inputs)
-    )
+    outputs = loaded.predictions(inputs, Decoding(), max_length=limit, max_input_length=longest, batch_size=len(inputs))
     return [best.tokens for best, *_ in outputs]
 
 

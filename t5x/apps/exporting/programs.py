@@ -1,6 +1,5 @@
 """The programs of a model for export: token ids in, token ids and scores out, for any number of rows."""
 
-
 import copy
 import dataclasses
 import functools

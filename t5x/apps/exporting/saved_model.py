@@ -1,6 +1,5 @@
 """TensorFlow SavedModels: strings in, strings and scores out, or token ids. TensorFlow alone runs them."""
 
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,9 +1,9 @@
 """StableHLO: programs of `jax.export` with the weights beside them, which need only jax and safetensors to run.
 
-    DEST/description.json      programs, their inputs and outputs, decoding, lengths
-         predict.stablehlo     and score, rank, encode: `jax.export.deserialize` reads them
-         weights.safetensors   the first argument of every program
-         vocabulary/           the files of the vocabulary
+DEST/description.json      programs, their inputs and outputs, decoding, lengths
+     predict.stablehlo     and score, rank, encode: `jax.export.deserialize` reads them
+     weights.safetensors   the first argument of every program
+     vocabulary/           the files of the vocabulary
 """
 
 import dataclasses

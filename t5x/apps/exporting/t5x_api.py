@@ -1,10 +1,7 @@
 """TensorFlow functions around a model, with T5X's names and parameters: see `export_lib`."""
 
-
 import dataclasses
 import logging
-
-# ruff: noqa: F401
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

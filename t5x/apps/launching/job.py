@@ -1,6 +1,5 @@
 """Shared by all engines: the options of every launch, its saved files, and calls of external programs."""
 
-
 import os
 import re
 import shlex

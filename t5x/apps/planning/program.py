@@ -69,9 +69,7 @@ def compile_step(lowered: jax.stages.Lowered, per_machine: int) -> CompiledStep:
     compiled = lowered.compile()
     stats, hlo = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None and hlo is not None, "a CPU's compiler reports both"
-    return CompiledStep(
-        stats.argument_size_in_bytes, stats.temp_size_in_bytes, list(collectives(hlo, per_machine))
-    )
+    return CompiledStep(stats.argument_size_in_bytes, stats.temp_size_in_bytes, list(collectives(hlo, per_machine)))
 
 
 def collectives(hlo: str, per_machine: int) -> Iterator[Collective]:

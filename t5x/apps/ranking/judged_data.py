@@ -1,6 +1,5 @@
 """Judged passages, read from files and grouped by query."""
 
-
 import dataclasses
 import logging
 import math
@@ -239,7 +238,6 @@ def as_list(paths: Any) -> list[Any]:
     if isinstance(paths, Mapping):
         return list(paths.values())
     return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-
 
 
 TRAIN, VALIDATION = "train", "validation"

@@ -71,8 +71,8 @@ class RankingModel(EncoderDecoderModel):
       module, input_vocabulary, output_vocabulary, optimizer_def: see `EncoderDecoderModel`.
       template: the task's template from `t5x.apps.ranking.templates`, or its name: monot5, mt5, ptt5, monoptt5.
       loss: `vocabulary`: cross entropy over all tokens, as for monoT5. `labels`: cross entropy over the two words.
-        `listwise`: softmax over the passages of a list (see `t5x.apps.ranking.tasks.lists`), whose score is the difference
-        of the two logits, or the single logit; without z_loss and label_smoothing.
+        `listwise`: softmax over the passages of a list (see `t5x.apps.ranking.tasks.lists`), whose score is the
+        difference of the two logits, or the single logit; without z_loss and label_smoothing.
       options: further arguments of `EncoderDecoderModel`. Except for `vocabulary`, loss_normalizing_factor counts a
         pair or a list as one token.
     """

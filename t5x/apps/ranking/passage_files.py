@@ -1,6 +1,5 @@
 """Passages and queries in files. Only the positions of passages are kept in memory, so collections may be large."""
 
-
 import contextlib
 import hashlib
 import logging

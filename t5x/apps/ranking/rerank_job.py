@@ -171,7 +171,11 @@ def rerank(
         log_truncated(cut, cut_queries, pairs, ranker.template.max_length, "--max_length, --max_p")
         if judgments is not None:
             runs = {} if work.before is None else {"before": work.before}
-            print(trec_files.evaluation_report(judgments, runs, {"after": output}, measures, relevance_level=relevance_level))
+            print(
+                trec_files.evaluation_report(
+                    judgments, runs, {"after": output}, measures, relevance_level=relevance_level
+                )
+            )
 
 
 class _Chunk(NamedTuple):

@@ -28,9 +28,7 @@ class TemplateOptions:
     template: str | None = option("T", "monot5, mt5, ptt5, monoptt5, or a text with {query} and {document}")
     labels: str | None = option("A,B", "the words for relevant and irrelevant: true,false")
     max_length: int | None = option("N", "tokens per input; longer passages are cut (512)")
-    long_query: str | None = choice(
-        ("error", "truncate"), "what to do if a query leaves no room for a passage (error)"
-    )
+    long_query: str | None = choice(("error", "truncate"), "what to do if a query leaves no room for a passage (error)")
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -10,7 +10,6 @@
 A second call with the same arguments returns the task registered by the first.
 """
 
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,7 @@ from t5x.data.example_order import shuffled
 from t5x.data.file_tasks import source_of
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource, TsvDataSource
-from t5x.data.specs import Feature
 from t5x.data.tasks import rate_num_examples
-from t5x.data.vocabularies import Vocabulary
 from t5x.metrics.ranking import reranking
 
 Example = dict[str, Any]

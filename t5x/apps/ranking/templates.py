@@ -1,6 +1,5 @@
 """Templates: the text around a query and its documents, and the words that the ranker generates."""
 
-
 import dataclasses
 import os
 import re

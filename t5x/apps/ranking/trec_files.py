@@ -8,7 +8,6 @@
 Files may be remote, and compressed with gzip. The first line decides the format of a run.
 """
 
-
 import dataclasses
 import logging
 import math

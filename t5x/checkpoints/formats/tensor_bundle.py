@@ -7,7 +7,6 @@ The index is read at once and every entry is checked against the sizes of the da
 its checksum verified when it is read.
 """
 
-
 import dataclasses
 import functools
 import math

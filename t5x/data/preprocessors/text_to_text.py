@@ -1,6 +1,5 @@
 """T5's text-to-text tasks: well-known datasets in the formats that the published models were trained on."""
 
-
 import csv
 import re
 import string

@@ -1,6 +1,5 @@
 """Text files with one example per line (or per quoted multi-line record): text, JSON, TSV, CSV."""
 
-
 import abc
 import contextlib
 import csv

@@ -1,6 +1,5 @@
 """The base class of vocabularies."""
 
-
 import abc
 import json
 import operator

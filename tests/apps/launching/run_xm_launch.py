@@ -20,7 +20,6 @@ def build(path: str, dockerfile: str, image: str, pull_image: bool) -> str:
     return image
 
 
-
 class CustomJob:
     resource_name = "projects/1/locations/us-central1/customJobs/2"
 

@@ -322,7 +322,7 @@ def test_no_gcloud(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_capacity_is_retried_and_given_up_in_time(cloud: Cloud):
-    text = "There is no more capacity in the zone \"us-central2-b\"; you can try in another zone."
+    text = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone.'
     cloud.set(faults={"create": [text, text]})
     assert cloud.launch() == 0
     assert cloud.get("calls").count("create") == 3
@@ -415,6 +415,7 @@ def test_training_through_a_preemption_is_bitwise_identical(cloud: Cloud, tmp_pa
 
 
 # --- The real gcloud --------------------------------------------------------------------------------------------------
+
 
 def test_the_real_gcloud_accepts_our_commands_and_has_our_states(tmp_path: Path):
     commands = []

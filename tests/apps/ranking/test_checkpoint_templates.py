@@ -79,9 +79,7 @@ def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
 
 
 def test_what_the_user_says_comes_before_what_was_found():
-    change = lambda **given: with_changes(
-        MONOT5, "why", **{"text": None, "labels": None, "max_length": None} | given
-    )
+    change = lambda **given: with_changes(MONOT5, "why", **{"text": None, "labels": None, "max_length": None} | given)
     assert change() == (MONOT5, "why")
     assert change(text="mt5")[0].relevant == "yes"
     template, why = change(text="{query}: {document}", labels="▁true,▁", max_length=64)

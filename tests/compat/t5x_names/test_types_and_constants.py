@@ -190,9 +190,7 @@ def test_checkpoint_managers(tmp_path):
     assert manager.save(state) and manager.all_steps(read=True) == [0] and manager.latest_step() == 0
     jax.tree.map(np.testing.assert_array_equal, manager.restore(0).params, state.params)
     assert not make().save(state) and not make().should_save(5)  # without a configuration, nothing is saved
-    other = utils.create_orbax_checkpoint_manager(
-        save_cfg=saving, train_state=layout.global_train_state_shape, **place
-    )
+    other = utils.create_orbax_checkpoint_manager(save_cfg=saving, train_state=layout.global_train_state_shape, **place)
     assert other.save(state.replace_step(jnp.int32(5))) and other.all_steps() == [0, 5]
     manager.delete(0)
     assert other.latest_step() == 5 and other.all_steps() == [5]

@@ -71,8 +71,9 @@ def checkpoint(base, capsys):
 def test_custom_loss(capsys, tmp_path, checkpoint):
     first, second = from_checkpoint(capsys, "custom_loss", tmp_path, checkpoint)
     assert all(moved(first, second).values())
-    trained, evaluated = lines(tmp_path, "train", "metrics.jsonl"), lines(
-        tmp_path, "training_eval", "project_sums", "metrics.jsonl"
+    trained, evaluated = (
+        lines(tmp_path, "train", "metrics.jsonl"),
+        lines(tmp_path, "training_eval", "project_sums", "metrics.jsonl"),
     )
     assert [record["step"] for record in trained] == [2]
     for record in (*trained, *evaluated):

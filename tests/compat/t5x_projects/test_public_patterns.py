@@ -161,4 +161,3 @@ def test_gin_finds_the_files_of_the_package():
 def test_partitioners_keep_their_arguments():
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
     assert (partitioner._num_partitions, partitioner._model_parallel_submesh) == (1, None)
-

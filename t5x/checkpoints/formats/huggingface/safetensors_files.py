@@ -4,7 +4,6 @@ Files are untrusted. The library checks that the tensors fill the file exactly, 
 trusts is checked here: that the file is a regular one, the size of its header, and that names occur once.
 """
 
-
 import contextlib
 import dataclasses
 import hashlib
