@@ -183,6 +183,7 @@ def refuse() -> None:
 
 
 def refuse_all() -> None:
+    distributed.barrier("up")  # as in the comparisons after which all fail; on a busy machine one starts seconds later
     raise UserError("all say this.")
 
 

@@ -100,7 +100,10 @@ def test_reflected_handshake_is_refused(leads):
         victim.receive()
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\n", b'{"index": 1}\n', b"x" * 70_000], ids=repr)
+OTHER_PROTOCOLS = {"HTTP": b"GET / HTTP/1.1\r\n\r\n", "empty": b"\n", "JSON": b'{"index": 1}\n', "long": b"x" * 70_000}
+
+
+@pytest.mark.parametrize("sent", OTHER_PROTOCOLS.values(), ids=OTHER_PROTOCOLS)
 def test_another_protocol_is_refused(sent):
     near, far = socket.socketpair()
     channel = Channel(near, TOKEN, leads=True)
