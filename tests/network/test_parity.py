@@ -9,7 +9,7 @@ import torch
 
 from t5x import losses
 from t5x.decoding import greedy_decode
-from t5x.network.relative_position import bucket
+from t5x.kernels.attention_inputs import bucket
 from tests import tiny
 from tests.reference import t5_torch
 
