@@ -298,7 +298,7 @@ class CpuOps(Ops):
     def few_rows(self, x, transposed, dtype=None):
         # With the kernel as the left operand, it is read in place. XLA would otherwise repack it at every step, which
         # takes twice as long for 16 rows. A single row is a matrix-vector product, which is fast either way.
-        rows, transposed = x.reshape(-1, x.shape[-1]), transposed.astype(x.dtype)
+        transposed, rows = transposed.astype(x.dtype), x.reshape(-1, x.shape[-1])
         product = jax.lax.dot_general(transposed, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         # The barrier keeps XLA from swapping the operands back.
         return jax.lax.optimization_barrier(product).T.reshape(*x.shape[:-1], transposed.shape[0])

@@ -100,7 +100,7 @@ def test_the_bias_as_a_matrix_is_the_same_on_tpus(shape, bidirectional):
     ],
     ids=str,
 )
-def test_fused_attention_on_a_tpu_is_asked_for_and_says_what_it_cannot_do(monkeypatch, shape, dtype, mask, reason):
+def test_fused_attention_on_a_tpu_must_be_requested_and_fit(monkeypatch, shape, dtype, mask, reason):
     monkeypatch.setattr(tpu_ops, "vmem_bytes", lambda: 16 << 20)
     query = jax.ShapeDtypeStruct(shape, dtype)
     with use(choose(Hardware("tpu"))):
@@ -114,7 +114,7 @@ def test_fused_attention_on_a_tpu_is_asked_for_and_says_what_it_cannot_do(monkey
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
 @pytest.mark.parametrize("backend", ["cudnn", "pallas"])
-def test_fused_attention_without_a_gpu_says_so(backend):
+def test_fused_attention_without_a_gpu_raises_user_error(backend):
     query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
     with pytest.raises(
         UserError, match=rf"attention_backend is '{backend}', but the device is .*, no NVIDIA GPU: set it to"
@@ -122,7 +122,7 @@ def test_fused_attention_without_a_gpu_says_so(backend):
         attention.attend(query, key, value, mask=Mask(), backend=backend)
 
 
-def test_an_unknown_back_end_names_those_there_are():
+def test_unknown_backend_raises_user_error_with_the_known_ones():
     query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
     with pytest.raises(UserError, match="'flash'; known are auto, xla, cudnn"):
         attention.attend(query, key, value, mask=Mask(), backend="flash")
@@ -187,7 +187,7 @@ def test_a_network_with_all_fast_paths_rounds_no_more_than_without(inputs: int, 
 
 
 @GPU
-def test_padding_within_a_row_is_no_number_with_cudnn():
+def test_padding_within_a_row_gives_nan_with_cudnn():
     query, key, value = (x.astype(jnp.bfloat16) for x in arrays(*[(2, 8, HEADS, 64)] * 3))
     (table,) = arrays((HEADS, 32))
     mask = Mask(key_segments=jnp.array([[1] * 8, [1, 1, 0, 1, 1, 1, 0, 0]]))

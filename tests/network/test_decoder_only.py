@@ -245,7 +245,7 @@ def _leaf(tree: dict, path: tuple, scan: bool) -> np.ndarray:
     [(UNTIED, False, False), (UNTIED, False, True), (TIED, True, True)],
     ids=["causal", "prefix", "prefix, scanned"],
 )
-def test_greedy_decoding_goes_on_after_prefixes_of_different_lengths(config, scan, prefix):
+def test_greedy_decoding_continues_after_prefixes_of_different_lengths(config, scan, prefix):
     length = 24
     batch = batch_of([[(n, length - n)] for n in (5, 0, 23, 1, 12, 8, 3, 17)], length, packed=False)
     tokens, inside = batch["decoder_input_tokens"], batch["decoder_causal_attention"]

@@ -52,7 +52,7 @@ def with_gradients(function, x, kernels, cotangents):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shapes", [[(64, 48), (64, 32)], [(64, 2, 24)]], ids=["two kernels", "fused"])
-def test_products_are_those_of_the_rounded_operands_and_close_to_the_exact_ones(dtype, shapes):
+def test_matmuls_are_exact_for_the_rounded_operands(dtype, shapes):
     # Multiples of 16: our kernels quantize those on a GPU, where XLA may omit the rounding of others.
     x, *kernels = (array.astype(dtype) for array in tiny.arrays((2, 48, 64), *shapes))
     cotangents = [g.astype(dtype) for g in tiny.arrays(*((2, 48, *shape[1:]) for shape in shapes), scale=1e-6, seed=1)]
@@ -244,7 +244,7 @@ def test_a_decoder_only_network_trains_in_fp8():
 
 
 @pytest.mark.parametrize("changes", [{"matmul_dtype": "int8"}, {"matmul_dtype": "fp8", "dtype": "float16"}])
-def test_impossible_settings_are_refused(changes):
+def test_impossible_settings_raise_user_error(changes):
     with pytest.raises(UserError, match="matmul_dtype"):
         dataclasses.replace(tiny.T5_1_1, **changes)
 

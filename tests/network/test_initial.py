@@ -80,7 +80,7 @@ def test_initial_values_have_t5s_distributions():
     )
 
 
-def test_a_subclass_draws_its_own():
+def test_subclass_samples_its_own_initial_values():
     class Odd(Transformer):
         def setup(self):
             super().setup()

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x.kernels.attention_inputs import Mask
 from t5x.network import blocks
 from t5x.network import keys as keys_module
-from t5x.network.attention import Mask
 from t5x.network.keys import Keys, dropout
 from tests.support import tiny
 

@@ -1,4 +1,4 @@
-"""Padding between tokens: by attention that cannot mask it, texts are computed apart, and training ends with a word.
+"""Padding between tokens, which not every attention can mask: inputs go to the reference, and training raises an error.
 
 A back end for the CPU stands for cuDNN's here: NaN for the whole batch where padding is not at the end of its rows. The
 last test has cuDNN's own where there is a GPU: T5X_TEST_PLATFORM=cuda pytest tests/network/test_padding.py
@@ -46,7 +46,7 @@ def with_backend(module, name):
 
 
 @jax.default_matmul_precision("highest")
-def test_texts_with_padding_between_are_computed_apart(fused, tmp_path):
+def test_inputs_with_inner_padding_use_the_reference(fused, tmp_path):
     path = str(byte_model(tmp_path / "model"))
     ours, expected = (t5x.load(path, dtype="float32") for _ in range(2))  # on GPUs too
     ours.model.module = with_backend(ours.model.module, "fused")
@@ -103,7 +103,7 @@ def test_passages_of_a_list_are_rows(fused):
         padding.check(model, convert([[example]], sizes))
 
 
-def test_a_step_on_it_is_refused_before_anything_is_lost(fused):
+def test_training_step_with_inner_padding_raises_user_error(fused):
     model = tiny.model(tiny.T5_1_1)
     batch = tiny.batch(rows=2)
     batch["encoder_input_tokens"] = np.array([[5, 6, 7, 0], [5, 0, 7, 1]], np.int32)

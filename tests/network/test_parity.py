@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from t5x.decoding import greedy_decode
+from t5x.kernels.attention_inputs import bucket
 from t5x.models import losses
-from t5x.network.relative_position import bucket
 from tests.reference import t5_torch
 from tests.support import tiny
 

@@ -158,7 +158,7 @@ def test_bfloat16_stays_near_float32():
         ("remat_policy", "some", "remat_policy is 'some'; known are none, minimal, full"),
     ],
 )
-def test_a_wrong_configuration_is_told_at_once(field, value, message):
+def test_wrong_configuration_raises_user_error(field, value, message):
     with pytest.raises(UserError, match=message):
         T5Config(**{"vocab_size": 10, field: value})
 
