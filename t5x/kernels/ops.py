@@ -1,16 +1,14 @@
-"""Every operation that some hardware computes in its own way, and the choice for the devices of the current trace.
+"""Every operation that some hardware computes in its own way, in plain XLA.
 
-`Ops` is plain XLA and complete by itself. A subclass overrides what its hardware does better, checks shapes, and calls
-`super()` for those that do not fit. Networks and optimizers call `ops().name(...)` and know nothing about devices.
+`Ops` is complete by itself. A subclass overrides what its hardware does better, checks shapes, and calls `super()` for
+those that do not fit. `t5x.kernels.choice` chooses among them.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -310,39 +308,6 @@ class CpuOps(Ops):
     def materialize(self, arrays, condition):
         # On CPUs, XLA removes barriers before it fuses operations, but not conditionals.
         return jax.lax.cond(condition, lambda: arrays, lambda: [jnp.copy(array) for array in arrays])
-
-
-@functools.cache
-def choose(hardware: Hardware) -> Ops:
-    """Return the operations for these devices."""
-    from t5x.kernels import gpu_ops, tpu_ops
-
-    if hardware.platform == "gpu":
-        has_kernels = hardware.is_nvidia and hardware.capability >= 8.0
-        is_hopper = has_kernels and int(hardware.capability) == 9
-        return (gpu_ops.HopperOps if is_hopper else gpu_ops.TritonOps if has_kernels else gpu_ops.GpuOps)(hardware)
-    return {"cpu": CpuOps, "tpu": tpu_ops.TpuOps}.get(hardware.platform, Ops)(hardware)
-
-
-_active: contextvars.ContextVar[Ops | None] = contextvars.ContextVar("ops", default=None)
-
-
-def ops() -> Ops:
-    """Return the operations of the current trace."""
-    return _active.get() or choose(Hardware.here())
-
-
-@contextlib.contextmanager
-def use(chosen: Ops) -> Iterator[Ops]:
-    """Trace the block with these operations, whatever the devices are.
-
-    Functions that JAX has already traced keep the operations they were traced with.
-    """
-    token = _active.set(chosen)
-    try:
-        yield chosen
-    finally:
-        _active.reset(token)
 
 
 def shape_refuses(query: Shaped, mask: Mask, dtypes: tuple[str, ...]) -> str | None:

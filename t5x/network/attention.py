@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import BACKENDS, ops
+from t5x.kernels.choice import ops
+from t5x.kernels.ops import BACKENDS
 from t5x.network.keys import Keys
 
 _by_reference = contextvars.ContextVar("by_reference", default=False)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 from t5x.network.attention import attend, attend_cached, attend_folded, prepare
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES

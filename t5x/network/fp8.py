@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x.kernels.ops import amax, ops
+from t5x.kernels.choice import ops
+from t5x.kernels.ops import amax
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 
 
 class Keys(flax.struct.PyTreeNode):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
-from t5x.kernels.ops import fused_matmul, ops, stack_kernels
+from t5x.kernels.choice import ops
+from t5x.kernels.ops import fused_matmul, stack_kernels
 from t5x.network import fp8
 from t5x.network.keys import Keys
 from t5x.partitioning.logical import constrain

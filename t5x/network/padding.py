@@ -14,7 +14,8 @@ import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask
-from t5x.kernels.ops import BACKENDS, ops
+from t5x.kernels.choice import ops
+from t5x.kernels.ops import BACKENDS
 from t5x.network.attention import by_reference
 from t5x.network.config import NetworkConfig
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.kernels.attention_inputs import Mask
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 from t5x.network.blocks import DecoderLayer, EncoderLayer, prepare_attention, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout

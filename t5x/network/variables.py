@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import AxisMetadata
 
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer

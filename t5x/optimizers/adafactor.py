@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t5x._runtime.errors import ArgumentError
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 from t5x.optimizers.patterns import path_of, paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
 

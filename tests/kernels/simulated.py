@@ -2,7 +2,8 @@
 
 import jax
 
-from t5x.kernels.ops import CpuOps, Hardware, Ops, choose
+from t5x.kernels.choice import choose
+from t5x.kernels.ops import CpuOps, Hardware, Ops
 
 ON_CPU = jax.default_backend() == "cpu"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x.kernels import adafactor
-from t5x.kernels.ops import use
+from t5x.kernels.choice import use
 from t5x.optimizers.adafactor import Adafactor, FactorDim, HParamMap
 from tests.kernels.simulated import nvidia
 from tests.reference import adafactor_numpy

@@ -15,7 +15,8 @@ from t5x import decoding
 from t5x.contrib.gpu.t5 import network as gpu_network
 from t5x.kernels import decode_attention
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import CpuOps, Hardware, ops, use
+from t5x.kernels.choice import ops, use
+from t5x.kernels.ops import CpuOps, Hardware
 from tests.kernels.simulated import CpuWithRowOffsets, nvidia
 from tests.support import tiny
 

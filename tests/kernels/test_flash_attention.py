@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu
 
 from t5x.kernels import flash_preparation as flash
 from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.choice import ops
 from t5x.kernels.flash_attention import flash_attention
 from t5x.kernels.flash_kernels import Block, MaskRules, Tiles
-from t5x.kernels.ops import ops
 from tests.support.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"

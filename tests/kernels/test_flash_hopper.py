@@ -8,9 +8,9 @@ import pytest
 from t5x.kernels import flash_hopper as hopper
 from t5x.kernels import flash_preparation
 from t5x.kernels.attention_inputs import Mask, RelativeBias
+from t5x.kernels.choice import ops
 from t5x.kernels.flash_kernels import MaskRules
 from t5x.kernels.gpu_ops import HopperOps
-from t5x.kernels.ops import ops
 from tests.kernels.test_flash_attention import packed
 from tests.support.tiny import arrays, segments
 

@@ -74,7 +74,7 @@ def test_nan_and_infinity_are_passed_on():
 # Run with four devices.
 DIVIDED = """
 import jax, jax.numpy as jnp, numpy as np
-from t5x.kernels.ops import use
+from t5x.kernels.choice import use
 from t5x.network import layers
 from t5x.network.keys import Keys
 from t5x.partitioning import PjitPartitioner

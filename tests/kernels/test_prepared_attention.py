@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import ops, use
+from t5x.kernels.choice import ops, use
 from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention
 from tests.kernels.simulated import InterpretedAttention
 from tests.support import tiny
@@ -232,7 +232,7 @@ def test_layers_do_not_repeat_the_preparation():
 DIVIDED = """
 import jax, jax.numpy as jnp, numpy as np
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import use
+from t5x.kernels.choice import use
 from t5x.network import attention
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.logical import axis_rules

@@ -11,7 +11,8 @@ import pytest
 from t5x._runtime.errors import UserError
 from t5x.kernels import tpu_ops
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import Hardware, choose, ops, use
+from t5x.kernels.choice import choose, ops, use
+from t5x.kernels.ops import Hardware
 from t5x.network import attention
 from t5x.network.keys import Keys
 from tests.support import tiny

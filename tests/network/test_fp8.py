@@ -254,7 +254,7 @@ import jax, json
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from tests.network.test_fp8 import CONFIG, batch
-from tests import tiny
+from tests.support import tiny
 model, partitioner = tiny.model(CONFIG), PjitPartitioner(preset="fsdp")
 layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 9, "targets": 7}))
 assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(layout.abstract.params))

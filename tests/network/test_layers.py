@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x.kernels.choice import choose, use
 from t5x.kernels.gpu_ops import sum_by_token
-from t5x.kernels.ops import Hardware, choose, use
+from t5x.kernels.ops import Hardware
 from t5x.network import layers
 from t5x.network.keys import Keys
 from tests.support import tiny

@@ -15,7 +15,7 @@ import pytest
 
 from t5x import decoding
 from t5x.kernels.attention_inputs import Mask, RelativeBias
-from t5x.kernels.ops import ops
+from t5x.kernels.choice import ops
 from t5x.models import losses
 from t5x.network import CACHES, compute_params
 from t5x.network.attention import attend_cached, attend_folded

@@ -20,7 +20,8 @@ from flax.linen.partitioning import param_with_axes
 
 from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import RelativeBias
-from t5x.kernels.ops import ACTIVATIONS, MASKED, ops, rms_norm
+from t5x.kernels.choice import ops
+from t5x.kernels.ops import ACTIVATIONS, MASKED, rms_norm
 from t5x.partitioning.logical import constrain
 
 __all__ = [
