@@ -42,7 +42,7 @@ SECONDS_BETWEEN_SAMPLES = 0.05
 CHILD = """
 import sys
 import jax, orbax.checkpoint, tensorstore
-from t5x import convert
+from t5x.checkpoints import convert
 from t5x.checkpoints.formats import huggingface, mesh_tensorflow, native_t5x, open_checkpoint, orbax, own_checkpoint
 from t5x.cli.verbs import inspect
 print("ready", flush=True)

@@ -352,7 +352,8 @@ def test_a_failure_half_way_leaves_what_was_there_and_nothing_else(occupied, hf,
 
 KILLED = """
 import os, signal, sys
-from t5x import cli, convert
+from t5x.checkpoints import convert
+from t5x.cli import main as cli
 from t5x.checkpoints.formats import LazyArray
 canonical = convert.transfer.canonical_arrays
 def broken(source):

@@ -28,7 +28,7 @@ DATES = "--gin_file=t5x/examples/demo/dates.gin"
 )
 def test_help_has_examples_and_needs_no_jax(arguments):
     script = (
-        "import sys; from t5x import cli\n"
+        "import sys; from t5x.cli import main as cli\n"
         f"try: cli.main({arguments!r})\n"
         "except SystemExit as e: assert e.code == 0\n"
         "assert not {'jax', 'flax', 'numpy'} & set(sys.modules), 'slow imports'"
@@ -42,7 +42,7 @@ def test_help_needs_hardly_anything():
     script = (
         "import sys\n"
         "before = set(sys.modules)\n"
-        "from t5x import cli\n"
+        "from t5x.cli import main as cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'argparse', 'logging', 't5x.configuration'} & set(sys.modules) - before, 'slow imports'"
@@ -309,7 +309,7 @@ def test_messages_without_a_progress_bar_do_not_pass_through_it(capsys, monkeypa
 def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says):
     program = """
 import jax, jax.numpy as jnp
-from t5x import cli
+from t5x.cli import main as cli
 from t5x.cli.verbs import doctor
 from t5x.cli.options import work_begins
 import signal

@@ -204,7 +204,7 @@ def test_the_command(tmp_path):
     arguments = ["data", "--data", str(tmp_path / "x.tsv")]
     arguments += ["--inputs", "en", "--targets", "de", "--vocabulary", "bytes"]
     script = (
-        f"import sys; from t5x import cli\ntry: cli.main({arguments!r})\n"
+        f"import sys; from t5x.cli import main as cli\ntry: cli.main({arguments!r})\n"
         "except SystemExit as e: assert e.code == 0, e.code\nassert 'jax' not in sys.modules, 'slow imports'"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)

@@ -29,7 +29,7 @@ from t5x.inference import file_inference
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 
-SHARED = Path(__file__).parents[1] / "../shared/data"
+SHARED = Path(__file__).parents[2] / "../shared/data"
 SMALL = [
     "network.T5Config.emb_dim = 8", "network.T5Config.num_heads = 2", "network.T5Config.head_dim = 4",
     "network.T5Config.mlp_dim = 16", "network.T5Config.num_encoder_layers = 1",

@@ -159,6 +159,6 @@ def test_the_working_directory_on_the_path_does_not_shadow_packages(entry, tmp_p
     (tmp_path / "numpy.py").write_text("raise SystemExit('the numpy.py of the working directory was imported')\n")
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([entry, env["PYTHONPATH"]])
-    program = f"import sys; sys.argv = ['t5x']; from t5x import cli; cli.main({['inspect', 'nowhere']!r})"
+    program = f"import sys; sys.argv = ['t5x']; from t5x.cli import main as cli; cli.main({['inspect', 'nowhere']!r})"
     done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "nowhere" in done.stderr, done.stderr

@@ -23,7 +23,7 @@ from t5x.runs.precompile import precompile
 from t5x.runs.train import train
 from tests.support import programs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile, save, convert_checkpoint)}
 IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -383,7 +383,7 @@ def test_parameters_that_a_users_class_inherits_are_checked(parse, tmp_path, mon
 
 GIN_FILES = [
     path
-    for folder in ("t5x", "tests/examples", "tests/t5x_projects")
+    for folder in ("t5x", "tests/examples", "tests/compat/t5x_projects")
     for path in sorted(ROOT.glob(f"{folder}/**/*.gin"))
 ]
 
@@ -391,10 +391,10 @@ GIN_FILES = [
 @pytest.mark.parametrize("path", GIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_gin_file_is_refused(path, monkeypatch, caplog):
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "tests/t5x_projects")
+    monkeypatch.syspath_prepend(ROOT / "tests/compat/t5x_projects")
     configuration.clear()
     try:
-        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=[".", "tests/t5x_projects"])
+        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=[".", "tests/compat/t5x_projects"])
         for entry in (None, *configuration.entry_points_in_use()):
             configuration.check(entry)
     except configuration.ConfigurationError as error:  # what other files define is missing

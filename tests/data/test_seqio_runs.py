@@ -156,7 +156,7 @@ def test_shipped_gin_files_run_where_seqio_is_installed_and_tensorflow_stays_out
     arguments = [*SMALL, "--gin_file=t5x/examples/demo/dates.gin", "--gin.MODEL_DIR=run", "--gin.TRAIN_STEPS=2"]
     program = f"""
 import importlib.util, sys
-from t5x import cli
+from t5x.cli import main as cli
 assert importlib.util.find_spec("seqio").origin
 code = cli.run_verb("train", {arguments})
 assert not {{"seqio", "tensorflow"}} & set(sys.modules)

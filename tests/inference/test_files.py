@@ -364,7 +364,7 @@ def test_scores_that_are_no_numbers_are_counted(tmp_path, capsys, monkeypatch):
 def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
     program = (
         "import resource, signal, sys\n"
-        "from t5x import cli\n"
+        "from t5x.cli import main as cli\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from t5x.inference import chunks\n"
         "merge = chunks.merge\n"

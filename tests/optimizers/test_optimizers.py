@@ -27,7 +27,7 @@ from t5x.trainer.restore import restore_state
 from tests.support import commands, tiny
 from tests.support.programs import losses, run_python
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 NAMES = [
     "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "muon", "noisy_sgd", "radam", "rmsprop",
     "sgd", "yogi",

@@ -32,7 +32,7 @@ MESHES = [
 RUN = """
 import json, sys
 import gin
-from t5x import cli
+from t5x.cli import main as cli
 for args in json.load(sys.stdin):
     gin.clear_config()
     print("=====", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 In a gin file:
 
-    from t5x import answering
+    from t5x.apps import answering
 
     MIXTURE_OR_TASK_NAME = @answering.squad_task()
     answering.squad_task:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from t5x.apps.answering import spans
 from t5x.apps.answering.spans import Span, locate, windows
 
-DATA = Path(__file__).parents[2] / "../shared/data"
+DATA = Path(__file__).parents[3] / "../shared/data"
 SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
 
 CASES = {

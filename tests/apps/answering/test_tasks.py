@@ -16,7 +16,7 @@ from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
 from tests.apps.answering import squad_files
 
-DATA = Path(__file__).parents[2] / "../shared/data"
+DATA = Path(__file__).parents[3] / "../shared/data"
 SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
 VOCABULARY = data.ByteVocabulary()
 LENGTHS = {"inputs": 128, "targets": 32}

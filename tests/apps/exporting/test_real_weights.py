@@ -18,7 +18,7 @@ from tests.apps.serving.servers import serving
 from tests.checkpoints.formats import huggingface_models
 from tests.support.programs import environment
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there"),

@@ -13,7 +13,7 @@ from t5x.apps.ranking.input_encoding import InputEncoder
 from t5x.apps.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, label_ids
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 REVERSED = Template("Document: {document} Query: {query} Relevant:")
 

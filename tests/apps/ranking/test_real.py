@@ -9,7 +9,7 @@ import t5x
 from t5x.apps.ranking.reranker import Reranker
 from tests.checkpoints.formats.huggingface_models import real_directory
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 

@@ -18,7 +18,7 @@ from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics.ranking import evaluate
 from tests.apps.ranking.test_collections import write
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
 def units(work):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs" / "python_api.md"
+DOCS = Path(__file__).parents[3] / "docs" / "python_api.md"
 START, END = "<!-- names -->\n", "<!-- end -->\n"
 
 REFUSED_MODULES = {
