@@ -1,6 +1,7 @@
 """T5X's `t5x.infer`; see `t5x.runs.infer`."""
 
 from t5x.runs.infer import *  # noqa: F403
+from t5x.runs.infer import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
 
 if __name__ == "__main__":
     from t5x.cli.main import main_of

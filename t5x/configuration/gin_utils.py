@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import gin
 
@@ -107,3 +107,26 @@ def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | 
     """Return the parts of `text` between separators, or only the one at `index`."""
     parts = text.split(separator, maxsplit)
     return parts if index is None else parts[index]
+
+
+# --- T5X's switch between gin and Fiddle. Here, gin is the only configuration language. ------------------------------
+
+T = TypeVar("T")
+
+
+def using_fdl() -> bool:
+    """Return False: Fiddle is not used."""
+    return False
+
+
+def config_with_fiddle(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function unchanged."""
+    return function
+
+
+def prepare_to_summarize(*_: Any, **__: Any) -> Any:
+    """Raise a UserError: there is no Fiddle configuration to summarize."""
+    raise UserError("Fiddle configurations are not supported: write a gin file, or call t5x from Python.")
+
+
+sanitize_summary_getter = direct_summarize_fiddle_config = prepare_to_summarize

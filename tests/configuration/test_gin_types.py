@@ -394,7 +394,8 @@ def test_no_gin_file_is_refused(path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(ROOT / "tests/compat/t5x_projects")
     configuration.clear()
     try:
-        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=[".", "tests/compat/t5x_projects"])
+        directories = [".", "tests/compat/t5x_projects"]
+        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=directories)
         for entry in (None, *configuration.entry_points_in_use()):
             configuration.check(entry)
     except configuration.ConfigurationError as error:  # what other files define is missing
