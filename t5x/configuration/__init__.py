@@ -14,9 +14,7 @@ mean modules of this package. Python's own imports are not affected.
 
 # ruff: noqa: F401
 
-from t5x.configuration.checking import check, entry_points_in_use
-from t5x.configuration.command_line import rewrite_gin_args, split_gin_args
+from t5x.configuration.checking import check, configured, entry_points_in_use, root_cause, user_message
 from t5x.configuration.printing import bindings, config_str, resolved_str
-from t5x.configuration.reading import FALLBACKS, STAND_INS, parse
-from t5x.configuration.running import configured, root_cause, user_message
+from t5x.configuration.reading import FALLBACKS, STAND_INS, parse, rewrite_gin_args, split_gin_args
 from t5x.configuration.state import ConfigurationError, clear

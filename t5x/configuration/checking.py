@@ -1,13 +1,14 @@
-"""Check a parsed configuration before anything runs, and report all problems at once."""
+"""Check a parsed configuration before anything runs, report all problems at once, and run it."""
 
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from gin import config
 
-from t5x._runtime.errors import did_you_mean
+from t5x._runtime.errors import UserError, did_you_mean
 from t5x.configuration import names
 from t5x.configuration import state as states
 from t5x.configuration.printing import Printer, resolve
@@ -178,3 +179,38 @@ def _without_effect(read: set[states.Key], state: states.State, printer: Printer
             same_kind = [printer.name(k) for k in read if (k[1] == MACRO) == (key[1] == MACRO)]
             close = did_you_mean(printer.name(key), same_kind)
             yield f"{state.origins[key]} has no effect: nothing in this run reads it.{close}"
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def configured(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` with its parameters bound by gin; arguments of the call win.
+
+    >>> configured(train)()  # doctest: +SKIP
+    """
+    return names.configurable(names.entry_point(fn, states.current())).wrapper
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the exception as it was raised, without the subclasses that gin wraps around it to add text."""
+    while (inner := error.__context__) is not None and type(error).__bases__ == (type(inner),):
+        if type(error).__qualname__ != type(inner).__qualname__:
+            break
+        error = inner
+    return error
+
+
+def user_message(error: BaseException) -> str | None:
+    """Return what to tell the user about an exception, or None if it is a bug that needs a traceback.
+
+    Users can fix a `UserError`, and a call that fails because its parameters are not bound.
+    """
+    root = root_cause(error)
+    if isinstance(root, UserError):
+        return str(root)
+    frames = traceback.extract_tb(root.__traceback__)
+    if isinstance(root, (TypeError, RuntimeError)) and frames and frames[-1].filename == config.__file__:
+        calls = [line for line in str(error).splitlines() if line.startswith("  In call to configurable")]
+        return "\n".join([f"{root}. Bind the parameters in a gin file or with --gin.NAME=VALUE.", *calls])
+    return None

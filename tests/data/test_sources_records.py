@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from t5x._runtime.errors import UserError
 from t5x.data import ArrayRecordDataSource, BadExample, TFExampleDataSource
-from t5x.data.sources.tf_examples import ExampleParser
-from t5x.data.sources.tfrecord import RecordFile
+from t5x.data.sources.records import ExampleParser, RecordFile
 from t5x.files.digests import masked_crc32c
 from t5x.files.local_copies import LocalCopy
 from tests.support.programs import run_reference

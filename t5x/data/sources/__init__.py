@@ -7,10 +7,9 @@ unpickling. To read something else, create a `FileDataSource` with a function th
 
 # ruff: noqa: F401
 
-from t5x.data.sources.array_record import ArrayRecordDataSource
 from t5x.data.sources.arrow import HuggingFaceDataSource, ParquetDataSource
 from t5x.data.sources.base import BadExample, DataSource, FunctionDataSource
 from t5x.data.sources.files import FileDataSource
 from t5x.data.sources.lines import CsvDataSource, JsonLinesDataSource, TextLineDataSource, TsvDataSource
+from t5x.data.sources.records import ArrayRecordDataSource, TFExampleDataSource
 from t5x.data.sources.tfds import TfdsDataSource
-from t5x.data.sources.tfrecord import TFExampleDataSource

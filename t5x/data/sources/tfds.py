@@ -6,9 +6,8 @@ from typing import Any
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
-from t5x.data.sources.array_record import ArrayRecordFile
 from t5x.data.sources.files import FileExamples, FilesDataSource, record_location
-from t5x.data.sources.tfrecord import RecordFile
+from t5x.data.sources.records import ArrayRecordFile, RecordFile
 from t5x.files.local_copies import LocalCopy
 from t5x.files.storage_errors import first_line
 

@@ -16,6 +16,5 @@ zero-width characters, and leading, trailing and repeated spaces if the model is
 
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, PAD_ID, ByteVocabulary, PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
-from t5x.data.vocabularies.loading import load_vocabulary
+from t5x.data.vocabularies.loading import WrappedVocabulary, as_vocabulary, load_vocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
-from t5x.data.vocabularies.seqio_wrapper import WrappedVocabulary, as_vocabulary
