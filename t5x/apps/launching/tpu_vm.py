@@ -193,8 +193,9 @@ class _NodeRun:
         """Write the archive with t5x and the user's files."""
         self._archive, self._output = directory / "t5x-launch.tar.gz", directory / "output.txt"
         with tarfile.open(self._archive, "w:gz") as archive:
-            for name in ("pyproject.toml", "README.md", "LICENSE", "t5x") if self._source else ():
-                archive.add(self._source / name, f"package/{name}", filter=_without_caches)
+            if self._source:
+                for name in ("pyproject.toml", "README.md", "LICENSE", "t5x"):
+                    archive.add(self._source / name, f"package/{name}", filter=_without_caches)
             for name in self._args.files:
                 relative = os.path.relpath(name)
                 if relative.startswith("..") or not os.path.exists(name):
