@@ -76,7 +76,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from t5x.apps.answering.answers import Answer, AnswerMethods
-    from t5x.apps.answering.file_answering import as_record
     from t5x.inference import loaded
     from t5x.partitioning import distributed
     from t5x.partitioning.process_setup import enable_compilation_cache
@@ -87,4 +86,4 @@ def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
     answer = model.answer(args.question, args.context, **options)
     assert isinstance(answer, Answer)
     if distributed.is_leader():
-        print(json.dumps(as_record(answer), ensure_ascii=False) if args.json else answer.text, flush=True)
+        print(json.dumps(answer.as_record(), ensure_ascii=False) if args.json else answer.text, flush=True)

@@ -37,6 +37,13 @@ class Answer(NamedTuple):
     no_answer: bool
     no_answer_probability: float | None
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the fields of an answer in an output line."""
+        record = dict(zip(FIELDS, self, strict=True))
+        if self.no_answer_probability is None:
+            del record["no_answer_probability"]
+        return record
+
 
 FIELDS = ("answer", *Answer._fields[1:])  # fields of an answer in files
 

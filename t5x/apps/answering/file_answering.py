@@ -9,15 +9,19 @@ from typing import Any
 
 from t5x import metrics
 from t5x._runtime.errors import UserError, located
-from t5x.apps.answering.answers import FIELDS, Answer, AnswerOptions, answer, windows_of
-from t5x.apps.answering.squad import read_squad
+from t5x.apps.answering.answers import FIELDS, AnswerOptions, answer, windows_of
+from t5x.apps.answering.squad import read_squad, text_field
 from t5x.data.data_description import DataDescription
 from t5x.files import text_lines
-from t5x.inference.input_lines import Line, Lines
+from t5x.inference.input_lines import ExampleFile, Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import FileOutput
 from t5x.telemetry import jsonl
+
+log = logging.getLogger(__name__)
+
+BATCHES_A_CHUNK = 16
 
 
 class QuestionLines(Lines):
@@ -47,11 +51,7 @@ class QuestionLines(Lines):
 
     def _line(self, number: int, raw: bytes, example: dict[str, Any]) -> Line:
         for field in ("question", "context"):
-            value = example.get(field)
-            if not isinstance(value, str):
-                raise UserError(f'{self.where(number)} must be an object with the strings "question" and "context".')
-            if not value.strip():
-                raise UserError(f'{self.where(number)} has an empty "{field}".')
+            text_field(example, field, self.where(number))
         if clashing := [name for name in FIELDS if name in example]:
             raise UserError(
                 f'{self.where(number)} has a field "{clashing[0]}", which the output uses for the answer. Rename it in '
@@ -85,18 +85,6 @@ class SquadQuestions:
 
     def where(self, number: int) -> str:
         return f"{self.path}, question {self._questions[number - 1]['id']!r}"
-
-
-def open_questions(path: str, *, needs_id: bool) -> QuestionLines | SquadQuestions:
-    """Open the file that `--input` names: .json is SQuAD's, everything else JSON lines."""
-    if path.endswith(".json"):
-        return SquadQuestions(path)
-    return QuestionLines(path, needs_id=needs_id)
-
-
-log = logging.getLogger(__name__)
-
-BATCHES_A_CHUNK = 16
 
 
 def answer_file(
@@ -136,7 +124,9 @@ def answer_file(
     extra = {name: path for name, path in paths.items() if path is not None}
     _check_extra(extra, output, settings)
     to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
-    questions = open_questions(input_path, needs_id=bool(extra))
+    questions: ExampleFile = QuestionLines(input_path, needs_id=bool(extra))
+    if input_path.endswith(".json"):
+        questions = SquadQuestions(input_path)
     questions.count()  # checks every question, before the model is loaded
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
@@ -186,7 +176,7 @@ class _FileAnswering(LineJob):
         rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
         after_batch = progress.after_batch(len(pairs), windows)
         answers = answer(self.loaded, pairs, spans, self.settings, rows=rows, after_batch=after_batch)
-        return [{**line.example, **as_record(each)} for line, each in zip(chunk.lines, answers, strict=True)], {}
+        return [{**line.example, **each.as_record()} for line, each in zip(chunk.lines, answers, strict=True)], {}
 
     def after_merge(self, path: str) -> None:
         """Write SQuAD's files from the complete output, and log scores if the correct answers are known."""
@@ -201,14 +191,6 @@ class _FileAnswering(LineJob):
             if any(record["answers"] for record in records):
                 scores = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())
                 log.info("%s (%d questions)", scores, len(records))
-
-
-def as_record(result: Answer) -> dict[str, Any]:
-    """Return the fields of an answer in an output line."""
-    record = dict(zip(FIELDS, result, strict=True))
-    if result.no_answer_probability is None:
-        del record["no_answer_probability"]
-    return record
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, located
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.files import text_lines, user_files
 from t5x.files.local_copies import LocalCopy
@@ -37,16 +37,16 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
       name: name of the file in messages; the path if None.
     """
     name = os.fspath(path) if name is None else name
-    content = user_files.read_bytes(path).removeprefix(codecs.BOM_UTF8)
+    raw = user_files.read_bytes(path).removeprefix(codecs.BOM_UTF8)
+    content = text_lines.parsed(text_lines.decoded(raw, name), name)
     by_id: dict[str, tuple[str, Question]] = {}
-    for where, question in _questions(text_lines.parsed(text_lines.decoded(content, name), name), name):
-        if question["id"] in by_id:
-            raise UserError(
-                f"{name}: {by_id[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids unique."
-            )
-        by_id[question["id"]] = where, question
-    questions = [question for _, question in by_id.values()]
-    return questions if titles is None else _select_titles(questions, titles, name)
+    with located(name):
+        for where, question in _questions(content):
+            first, _ = by_id.setdefault(question["id"], (where, question))
+            if first != where:
+                raise UserError(f"{first} and {where} have the same id, {question['id']!r}. Make ids unique.")
+        questions = [question for _, question in by_id.values()]
+        return questions if titles is None else _select_titles(questions, titles)
 
 
 class SquadDataSource(FilesDataSource):
@@ -83,62 +83,63 @@ class SquadDataSource(FilesDataSource):
         return FileExamples(copy.name, len(questions), read, locate)
 
 
-def _questions(content: Any, name: str) -> Iterator[tuple[str, Question]]:
+def _questions(content: Any) -> Iterator[tuple[str, Question]]:
     """Yield each question with its path in the file."""
-    for article, of_article in _entries(content, "data", name, "the file"):
+    for article, of_article in _entries(content, "data", "the file"):
         title = article.get("title", "")
-        for paragraph, of_paragraph in _entries(article, "paragraphs", name, of_article):
-            context = _text(paragraph, "context", name, of_paragraph)
-            for question, where in _entries(paragraph, "qas", name, of_paragraph):
+        for paragraph, of_paragraph in _entries(article, "paragraphs", of_article):
+            context = text_field(paragraph, "context", of_paragraph)
+            for question, where in _entries(paragraph, "qas", of_paragraph):
                 yield (
                     where,
                     {
-                        "id": _text(question, "id", name, where),
+                        "id": text_field(question, "id", where),
                         "title": title if isinstance(title, str) else "",
-                        "question": _text(question, "question", name, where),
+                        "question": text_field(question, "question", where),
                         "context": context,
-                        "answers": _answers(question, context, name, where),
+                        "answers": _answers(question, context, where),
                     },
                 )
 
 
-def _entries(parent: Any, field: str, name: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _entries(parent: Any, field: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the objects of a list, each with its path in the file."""
     entries = parent.get(field) if isinstance(parent, dict) else None
     if not isinstance(entries, list):
         raise UserError(
-            f"{name}: {where} has no list {field!r}. SQuAD's JSON is "
+            f"{where} has no list {field!r}. SQuAD's JSON is "
             '{"data": [{"title", "paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}.'
         )
     inside = "" if where == "the file" else f"{where}."
     for index, entry in enumerate(entries):
         path = f"{inside}{field}[{index}]"
         if not isinstance(entry, dict):
-            raise UserError(f"{name}: {path} is not an object.")
+            raise UserError(f"{path} is not an object.")
         yield entry, path
 
 
-def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
+def text_field(parent: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field, which must be a string that is not blank."""
     text = parent.get(field)
     if not isinstance(text, str):
-        raise UserError(f"{name}: {where} has no string {field!r}.")
+        raise UserError(f"{where} has no string {field!r}.")
     if not text.strip():
-        raise UserError(f"{name}: {where} has an empty {field!r}.")
-    text_lines.check_unicode(text, f"{name}: {where}, {field!r},")
+        raise UserError(f"{where} has an empty {field!r}.")
+    text_lines.check_unicode(text, f"{where}, {field!r},")
     return text
 
 
-def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -> list[str]:
+def _answers(question: Mapping[str, Any], context: str, where: str) -> list[str]:
     """Return the texts of the answers; empty if the question is impossible, as in SQuAD 2.0."""
     if question.get("is_impossible") or "answers" not in question:  # a test set
         return []
     texts = []
-    for answer, of_answer in _entries(question, "answers", name, where):
-        text = _text(answer, "text", name, of_answer)
+    for answer, of_answer in _entries(question, "answers", where):
+        text = text_field(answer, "text", of_answer)
         start = answer.get("answer_start")
         if start is not None and (type(start) is not int or start < 0 or not context.startswith(text, start)):
             raise UserError(
-                f"{name}: {of_answer} is {text!r} at answer_start {start!r}, but there the context has "
+                f"{of_answer} is {text!r} at answer_start {start!r}, but there the context has "
                 f"{context[start : start + len(text)] if type(start) is int and start >= 0 else None!r}. Offsets "
                 "count characters, not bytes."
             )
@@ -146,7 +147,7 @@ def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -
     return texts
 
 
-def _select_titles(questions: list[Question], titles: str, name: str) -> list[Question]:
+def _select_titles(questions: list[Question], titles: str) -> list[Question]:
     try:
         pattern = re.compile(titles)
     except re.error as error:
@@ -156,5 +157,5 @@ def _select_titles(questions: list[Question], titles: str, name: str) -> list[Qu
         all_titles = list(dict.fromkeys(question["title"] for question in questions))
         more = f" and {len(all_titles) - _SHOWN} more" if len(all_titles) > _SHOWN else ""
         first = ", ".join(all_titles[:_SHOWN])
-        raise UserError(f"{name}: no title begins with {titles!r}. The titles are {first}{more}.")
+        raise UserError(f"no title begins with {titles!r}. The titles are {first}{more}.")
     return selected

@@ -2,15 +2,17 @@
 
 import argparse
 import contextlib
+import glob
 import os
 from collections.abc import Iterator, Mapping
 
 import jax
 
-from t5x.apps.doctor.findings import GPU_FILES, TPU_FILES, Finding, device_files, error, holders, ok, warning
+from t5x.apps.doctor import Finding, error, ok, warning
 from t5x.files.disk_space import human_size
 from t5x.partitioning.devices import host_memory
 
+GPU_FILES, TPU_FILES = ("/dev/nvidia[0-9]*",), ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 _LIMITS = ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS")
 
 
@@ -93,3 +95,20 @@ def processor() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
     return f"{name}, {cores} cores"
+
+
+def device_files(patterns: tuple[str, ...]) -> list[str]:
+    """Return the files that match one of the patterns."""
+    return [path for pattern in patterns for path in glob.glob(pattern)]
+
+
+def holders(patterns: tuple[str, ...]) -> dict[int, str]:
+    """Return {process ID: command line} of the other processes that have one of these files open."""
+    devices, commands = set(device_files(patterns)), {}
+    for entry in glob.glob("/proc/[0-9]*/fd") if devices else ():
+        pid = int(entry.split("/")[2])
+        with contextlib.suppress(OSError):  # it ended, or belongs to another user
+            if pid != os.getpid() and any(os.readlink(f"{entry}/{fd}") in devices for fd in os.listdir(entry)):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    commands[pid] = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+    return commands

@@ -5,15 +5,12 @@ import importlib
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import work_begins
+from t5x.apps.doctor import Finding, error
 from t5x.cli.options import add_processes
 from t5x.cli.parser import VerbParser
-
-if TYPE_CHECKING:
-    from t5x.apps.doctor.findings import Finding
 
 _TOPICS = ("software", "network", "devices", "storage")
 
@@ -64,21 +61,19 @@ def run(args: argparse.Namespace) -> None:
         print(f"Ready: {summary}.")
 
 
-def _findings(topic: str, args: argparse.Namespace) -> Iterator["Finding"]:
+def _findings(topic: str, args: argparse.Namespace) -> Iterator[Finding]:
     """Run the checks of a topic. A check that raises becomes a finding."""
-    from t5x.apps.doctor import findings
-
     try:
         yield from importlib.import_module(f"t5x.apps.doctor.{topic}").check(args)
     except Exception as problem:
         reason = (str(problem).splitlines() or [""])[0]
-        yield findings.error(
+        yield error(
             f"The check of {topic} failed: {type(problem).__name__}: {reason}",
             f"`t5x doctor {topic} --debug` logs more. If the machine is fine, report it.",
         )
 
 
-def _text(finding: "Finding") -> str:
+def _text(finding: Finding) -> str:
     mark = {"ok": "  ok       ", "warning": "  WARNING  ", "error": "  ERROR    "}[finding.status]
     wrap = textwrap.TextWrapper(110, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
     lines = [wrap.fill(finding.message)]

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 
 from t5x._runtime.errors import UserError
-from t5x.apps.doctor.findings import Finding, error, ok, warning
+from t5x.apps.doctor import Finding, error, ok, warning
 
 Resolver = Callable[[str], list[str]]
 

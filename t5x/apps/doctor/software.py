@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
-from t5x.apps.doctor.findings import Finding, error, ok, warning
+from t5x.apps.doctor import Finding, error, ok, warning
 
 _SHOWN = ("t5x", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore", "sentencepiece", "protobuf")
 _DRIVER = "/proc/driver/nvidia/version"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from t5x._runtime.errors import UserError
-from t5x.apps.doctor.findings import Finding, error, ok, warning
+from t5x.apps.doctor import Finding, error, ok, warning
 from t5x.files.directory import open_directory
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.files.remote import is_remote

@@ -6,14 +6,18 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, located
 from t5x.apps.exporting import external, saved_model, stablehlo
 from t5x.apps.exporting.checking import Sample, report_loss
 from t5x.apps.exporting.programs import Exportable
 from t5x.files import atomic, locks
+from t5x.files.directory import make_directory
 from t5x.files.remote import is_remote
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
+
+FORMATS = ("savedmodel", "stablehlo", "hf", "ctranslate2", "onnx")
+QUANTIZED = ("savedmodel", "stablehlo", "ctranslate2")  # formats with int8 weights
 
 
 @contextlib.contextmanager
@@ -23,13 +27,8 @@ def new_destination(path: str) -> Iterator[str]:
         raise UserError(f"{path} is remote: export to a local directory, and copy it.")
     if os.path.lexists(path):
         raise UserError(f"{path} exists already. Choose another destination, or remove it.")
-    parent = os.path.dirname(os.path.abspath(path))
-    try:
-        atomic.make_directories(parent)
-    except OSError as error:
-        raise UserError(f"{path} cannot be created: {error.strerror}. Choose another destination.") from error
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{path} cannot be created: {parent} is not writable. Choose another destination.")
+    with located(f"{path} cannot be created"):
+        make_directory(os.path.dirname(os.path.abspath(path)), "its directory")
     _remove_unfinished(path)
     try:
         with atomic.new_directory(path) as directory, locks.locked(directory):
@@ -47,10 +46,6 @@ def _remove_unfinished(path: str) -> None:
         if atomic.is_temporary(temporary):
             with contextlib.suppress(OSError), locks.locked(temporary, wait=False):
                 atomic.remove_tree(temporary)
-
-
-FORMATS = ("savedmodel", "stablehlo", "hf", "ctranslate2", "onnx")
-QUANTIZED = ("savedmodel", "stablehlo", "ctranslate2")  # formats with int8 weights
 
 
 def export(

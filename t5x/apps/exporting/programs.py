@@ -24,6 +24,11 @@ from t5x.network.attention import by_reference
 _SCALE = ".scale"  # of the array with the name before it
 _LARGEST = 127
 
+Arrays = Mapping[str, jax.Array]
+GREEDY = Decoding()
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_STABLEHLO = "1.9.0"  # version of the programs: older than what the TensorFlow of the same year reads
+
 
 def quantize(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays with kernels and embeddings as int8, each followed by its float32 scales.
@@ -55,12 +60,6 @@ def dequantize(arrays: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
         scale = arrays.get(name + _SCALE)
         dequantized[name] = array if scale is None else (array.astype(jnp.float32) * scale).astype(dtype)
     return dequantized
-
-
-Arrays = Mapping[str, jax.Array]
-GREEDY = Decoding()
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-_STABLEHLO = "1.9.0"  # version of the programs: older than what the TensorFlow of the same year reads
 
 
 class ExportFunction(NamedTuple):

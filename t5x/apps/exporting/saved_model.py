@@ -18,6 +18,9 @@ from t5x.data.vocabularies import SentencePieceVocabulary, Vocabulary
 
 WARMUP_FILE = os.path.join("assets.extra", "tf_serving_warmup_requests")
 
+_PLATFORMS = ("cpu", "cuda", "tpu")
+EXTRA = "TensorFlow SavedModels need TensorFlow: `pip install -e '.[tf]'` in the checkout of t5x"
+
 
 def write_warmup_requests(
     directory: str, requests: Sequence[Mapping[str, Any]], *, model_name: str, signature_name: str
@@ -56,10 +59,6 @@ def _field(number: int, content: bytes) -> bytes:
         varint.append(size & 127 | 128)
         size >>= 7
     return bytes([number << 3 | 2, *varint, size]) + content
-
-
-_PLATFORMS = ("cpu", "cuda", "tpu")
-EXTRA = "TensorFlow SavedModels need TensorFlow: `pip install -e '.[tf]'` in the checkout of t5x"
 
 
 def write(
@@ -243,7 +242,7 @@ def _ranker(exportable: Exportable) -> Reranker | None:
 
 
 def _ranker_ids(ranker: Reranker, tokenizer: TensorFlowTokenizer, query: Any, document: Any) -> Any:
-    """Return what `ranking.input_encoding.InputEncoder` returns; documents that are too long are truncated."""
+    """Return what `ranking.templates.InputEncoder` returns; documents that are too long are truncated."""
     import tensorflow as tf
 
     columns = ranker.template.max_length

@@ -1,14 +1,14 @@
 """A TPU VM, managed through the gcloud command: its state, and how it becomes READY."""
 
+import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5x._runtime.errors import TemporaryError, UserError
 from t5x.apps.launching import job
-from t5x.apps.launching.accelerators import Accelerators
 
 _NEEDS = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
 # Failures that a retry may fix, unless they are permanent: Google reports a missing quota as RESOURCE_EXHAUSTED, too.
@@ -33,54 +33,62 @@ _TO_REPLACE = {
 STATES = {"READY", *_TRANSIENT, *_IN_QUEUE, *_TO_START, *_TO_REPLACE}
 
 
+def flags(options: Mapping[str, str | bool | None]) -> list[str]:
+    """Return gcloud's flags for the options that are set.
+
+    >>> flags({"spot": True, "network": "default", "project": None})
+    ['--spot', '--network=default']
+    """
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
+
+
+@dataclasses.dataclass
 class Node:
     """A TPU VM, which may not exist yet.
 
-    Args:
+    Attributes:
       name: of the node, and of its queued resource.
+      accelerator_type: such as `v4-16`.
+      runtime: its software.
       options: flags of the creation, such as `--spot`.
       queued: request it with a queued resource.
       poll_seconds: time between two checks of its state.
       stuck_seconds: how long it may stay in a transient state, or gcloud may take to create it, before it is replaced.
       wait_seconds: how long to wait for a node in all.
       report: prints a line.
-
-    Attributes:
       was_seen: whether the node has existed.
     """
 
-    def __init__(
-        self, name: str, zone: str | None, project: str | None, accelerators: Accelerators, runtime: str | None, *,
-        options: list[str], queued: bool, poll_seconds: float, stuck_seconds: float, wait_seconds: float,
-        report: Callable[[str], None],
-    ):  # fmt: skip
-        self.name = name
-        self._where = [f"--{flag}={value}" for flag, value in (("zone", zone), ("project", project)) if value]
-        self._type = accelerators.cloud_type
-        assert accelerators.tpu is not None
-        self._runtime = runtime or accelerators.tpu.runtime
-        self._options, self._queued = options, queued
-        self._poll, self._stuck, self._wait = poll_seconds, stuck_seconds, wait_seconds
-        self._report = report
-        self.was_seen = False
+    name: str
+    zone: str | None
+    project: str | None
+    accelerator_type: str
+    runtime: str
+    _: dataclasses.KW_ONLY
+    options: list[str]
+    queued: bool
+    poll_seconds: float
+    stuck_seconds: float
+    wait_seconds: float
+    report: Callable[[str], None]
+    was_seen: bool = False
 
     # --- Commands -----------------------------------------------------------------------------------------------------
 
     def _words(self, verb: str, *more: str, kind: str = "tpu-vm") -> list[str]:
-        return ["gcloud", "compute", "tpus", kind, verb, *more, *self._where, "--quiet"]
+        where = flags({"zone": self.zone, "project": self.project})
+        return ["gcloud", "compute", "tpus", kind, verb, *more, *where, "--quiet"]
 
     def create_words(self) -> list[str]:
-        if self._queued:
-            more = [f"--node-id={self.name}", f"--runtime-version={self._runtime}"]
-        else:
-            more = [f"--version={self._runtime}"]
+        queued = {"node-id": self.name, "runtime-version": self.runtime}
+        version = queued if self.queued else {"version": self.runtime}
         return self._words(
-            "create", self.name, f"--accelerator-type={self._type}", *more, *self._options,
-            kind="queued-resources" if self._queued else "tpu-vm",
+            "create", self.name, f"--accelerator-type={self.accelerator_type}", *flags(version), *self.options,
+            kind="queued-resources" if self.queued else "tpu-vm",
         )  # fmt: skip
 
     def delete_words(self) -> list[str]:
-        if self._queued:
+        if self.queued:
             return self._words("delete", self.name, "--force", kind="queued-resources")
         return self._words("delete", self.name)
 
@@ -104,14 +112,15 @@ class Node:
         node = self._describe(self.describe_words())
         if node is not None:
             self.was_seen = True
-            if (kind := node.get("acceleratorType", self._type)) != self._type:
+            if (kind := node.get("acceleratorType", self.accelerator_type)) != self.accelerator_type:
                 raise UserError(
-                    f"The TPU VM {self.name} is a {kind}, not a {self._type}. Pass another --tpu or its --topology."
+                    f"The TPU VM {self.name} is a {kind}, not a {self.accelerator_type}. Pass another --tpu or its "
+                    "--topology."
                 )
             health = node.get("health")
             unhealthy = node.get("state") == "READY" and health in ("TIMEOUT", "UNHEALTHY_MAINTENANCE")
             return f"unhealthy: {health}" if unhealthy else node.get("state", "STATE_UNSPECIFIED")
-        if self._queued and (request := self._describe(self.describe_words(queue=True))):
+        if self.queued and (request := self._describe(self.describe_words(queue=True))):
             return f"queue: {request.get('state', {}).get('state', 'STATE_UNSPECIFIED')}"
         return None
 
@@ -130,7 +139,7 @@ class Node:
           UserError: something that waiting does not fix.
           TemporaryError: there was no node within the time to wait.
         """
-        end = time.monotonic() + self._wait
+        end = time.monotonic() + self.wait_seconds
         state: str | None = ""
         since, reason = 0.0, ""
         while True:
@@ -138,35 +147,36 @@ class Node:
                 before, state = state, self.state()
                 if state != before:
                     since = time.monotonic()
-                    self._report(f"{self.name}: {state or 'does not exist'}")
+                    self.report(f"{self.name}: {state or 'does not exist'}")
                 if state == "READY":
                     return
-                self._advance(state, stuck=time.monotonic() - since > self._stuck)
+                self._advance(state, stuck=time.monotonic() - since > self.stuck_seconds)
             except TemporaryError as error:
                 reason = str(error)
-                self._report(f"{self.name}: {reason}")
+                self.report(f"{self.name}: {reason}")
             if time.monotonic() > end:
                 raise TemporaryError(
-                    f"There was no TPU VM {self.name} ({self._type}) within {self._wait / 60:.0f} minutes (state: "
-                    f"{state or 'absent'}). {reason} Raise --wait_minutes, or try another --zone, --spot or --queued."
+                    f"There was no TPU VM {self.name} ({self.accelerator_type}) within {self.wait_seconds / 60:.0f} "
+                    f"minutes (state: {state or 'absent'}). {reason} Raise --wait_minutes, or try another --zone, "
+                    "--spot or --queued."
                 )
-            time.sleep(self._poll)
+            time.sleep(self.poll_seconds)
 
     def _advance(self, state: str | None, *, stuck: bool) -> None:
         if state is None:
-            self._report(f"creating {self.name} ({self._type})")
-            call(self.create_words(), timeout=self._stuck)
-        elif state in _TO_START and "--spot" not in self._options:
-            call(self.start_words(), timeout=self._stuck)
+            self.report(f"creating {self.name} ({self.accelerator_type})")
+            call(self.create_words(), timeout=self.stuck_seconds)
+        elif state in _TO_START and "--spot" not in self.options:
+            call(self.start_words(), timeout=self.stuck_seconds)
         elif state in _IN_QUEUE or (state in _TRANSIENT and not stuck):
             return
         else:
-            self._report(f"replacing {self.name}, which is {state}")
+            self.report(f"replacing {self.name}, which is {state}")
             self.delete()
 
     def delete(self) -> None:
         try:
-            call(self.delete_words(), timeout=self._stuck)
+            call(self.delete_words(), timeout=self.stuck_seconds)
         except UserError as error:
             if not _NOT_FOUND.search(str(error)):
                 raise

@@ -36,19 +36,14 @@ def run(args: argparse.Namespace) -> None:
         problem = f"there is no engine {args.engine!r}" if args.engine else "ENGINE is missing"
         raise UserError(f"`t5x launch`: {problem}. Engines: {', '.join(ENGINES)}.")
     engine = importlib.import_module(f"t5x.apps.launching.{args.engine}")
-    options = _engine_parser(args.engine).parse_args(args.options)
-    command = _check_command(args.command, with_configuration=not options.nocheck)
-    sys.exit(engine.launch(options, command))
-
-
-def _engine_parser(name: str) -> VerbParser:
-    engine = importlib.import_module(f"t5x.apps.launching.{name}")
-    parser = VerbParser(f"launch {name}")
-    parser.usage = f"t5x launch {name} [options] -- VERB …"
+    parser = VerbParser(f"launch {args.engine}")
+    parser.usage = f"t5x launch {args.engine} [options] -- VERB …"
+    parser.description = (engine.__doc__ or "").strip()
     engine.add_arguments(parser)
     job.add_arguments(parser.add_argument_group("all engines"))
-    parser.description = (engine.__doc__ or "").strip()
-    return parser
+    options = parser.parse_args(args.options)
+    command = _check_command(args.command, with_configuration=not options.nocheck)
+    sys.exit(engine.launch(options, command))
 
 
 def _check_command(command: list[str], *, with_configuration: bool) -> list[str]:

@@ -79,7 +79,7 @@ def launch(args: Any, command: list[str]) -> int:
     _check_shared(args, command)
     directory = job.save_directory(args, command).absolute()
     log = directory / "slurm-%j.log"
-    directory = job.save(args, command, {"job.sh": script(args, command, log)}).absolute()
+    job.save(args, command, {"job.sh": script(args, command, log)})
     if args.dry_run:
         return 0
     job_id = job.call(["sbatch", "--parsable", str(directory / "job.sh")], needs=_NEEDS).strip().partition(";")[0]

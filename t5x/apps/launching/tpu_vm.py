@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from t5x._runtime.errors import TemporaryError, UserError, check_at_least
+from t5x._runtime.version import PACKAGE
 from t5x.apps.launching import accelerators, gcloud, job
 
 _RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run continues until maintenance ends it
@@ -31,11 +32,16 @@ case $w in *[!0-9]*) w=0 ;; esac
 boot=$(cat /proc/sys/kernel/random/boot_id)  # a process id says nothing after a reboot
 alive() { [ ! -s exit ] && [ "$(cat boot 2>/dev/null)" = "$boot" ] && kill -0 -- "-$(cat pid)" 2>/dev/null; }
 """
+# Images may have an old Python: uv fetches one that t5x supports.
 _INSTALL = """\
 set -e
 mkdir -p ~/t5x-launch
 tar -xzf ~/t5x-launch.tar.gz -C ~/t5x-launch
 cd ~/t5x-launch
+uv=$(command -v uv || echo ~/.local/bin/uv)
+[ -x "$uv" ] || python3 -m pip install --quiet --user uv
+"$uv" venv --quiet --allow-existing --python '>=3.11,<3.14' env
+"$uv" pip install --quiet --python env/bin/python @REQUIREMENT@
 """
 _START = (
     _BEGIN
@@ -95,7 +101,12 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--network", metavar="NAME", help="network of the TPU VM (default)")
     parser.add_argument("--service_account", metavar="EMAIL", help="account of the TPU VM, for its buckets")
     parser.add_argument("--internal_ips", action="store_true", help="no external addresses; needs Cloud NAT")
-    job.add_package_arguments(parser)
+    parser.add_argument(
+        "--package", metavar="X", help="t5x to install: a directory with its source, or a pip requirement (this one)"
+    )
+    parser.add_argument(
+        "--extras", default="tpu,gcs", metavar="A,B", help="extras to install with a source directory (tpu,gcs)"
+    )
     parser.add_argument("--files", nargs="+", default=[], metavar="PATH", help="your gin files, modules, data to copy")
     parser.add_argument("--restart", action="store_true", help="end the run on this TPU VM, and start again")
     parser.add_argument("--delete", action="store_true", help="delete the TPU VM when the command has ended")
@@ -116,20 +127,21 @@ def launch(args: Any, command: list[str]) -> int:
     for name in ("wait_minutes", "stuck_minutes", "poll_seconds"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name} is {getattr(args, name):g}: it must be more than 0.")
-    options = [
-        *(["--spot"] if args.spot else []),
-        *([f"--network={args.network}"] if args.network else []),
-        *([f"--service-account={args.service_account}"] if args.service_account else []),
-        *(["--internal-ips"] if args.internal_ips else []),
-    ]
+    options = {
+        "spot": args.spot,
+        "network": args.network,
+        "service-account": args.service_account,
+        "internal-ips": args.internal_ips,
+    }
     node = gcloud.Node(
-        args.tpu or job.name_of(args, command), args.zone, args.project, devices, args.runtime, options=options,
-        queued=args.queued, poll_seconds=args.poll_seconds, stuck_seconds=60 * args.stuck_minutes,
-        wait_seconds=60 * args.wait_minutes, report=_report,
+        args.tpu or job.name_of(args, command), args.zone, args.project, devices.cloud_type,
+        args.runtime or devices.tpu.runtime, options=gcloud.flags(options), queued=args.queued,
+        poll_seconds=args.poll_seconds, stuck_seconds=60 * args.stuck_minutes, wait_seconds=60 * args.wait_minutes,
+        report=_report,
     )  # fmt: skip
     if args.spot or devices.machines > 1:
         job.require_shared_output(command)
-    run = _NodeRun(args, command, node, devices)
+    run = _NodeRun(args, command, node)
     directory = run.save()
     if args.dry_run:
         return 0
@@ -160,13 +172,13 @@ def _report(text: str) -> None:
 class _NodeRun:
     """The command on the workers of a node."""
 
-    def __init__(self, args: Any, command: list[str], node: gcloud.Node, devices: accelerators.Accelerators):
+    def __init__(self, args: Any, command: list[str], node: gcloud.Node):
         self._args, self._command, self._node = args, command, node
-        self._source, requirement = job.find_package(args, devices)
+        self._source, requirement = _find_package(args)
         variables = [f"{name}={value}" for name, value in job.environment(args).items()]
         line = shlex.join([*(["env", *variables] if variables else []), "../env/bin/t5x", *command])
         self._id = hashlib.sha256(line.encode()).hexdigest()[:12]
-        self._install = _INSTALL + _fill(job.INSTALL_SCRIPT, requirement=shlex.quote(requirement))
+        self._install = _fill(_INSTALL, requirement=shlex.quote(requirement))
         self._start = _fill(_START, id=self._id, command=line)
         self._seconds = 60 * args.stuck_minutes
         self.delete_line = shlex.join(node.delete_words())
@@ -182,13 +194,14 @@ class _NodeRun:
         self._archive, self._output = directory / "t5x-launch.tar.gz", directory / "output.txt"
         with tarfile.open(self._archive, "w:gz") as archive:
             if self._source:
-                job.add_source(archive, self._source)
+                for name in ("pyproject.toml", "README.md", "LICENSE", "t5x"):
+                    archive.add(self._source / name, f"package/{name}", filter=_without_caches)
             for name in self._args.files:
                 relative = os.path.relpath(name)
                 if relative.startswith("..") or not os.path.exists(name):
                     raise UserError(f"--files {name}: it must be a file or directory below the current one.")
                 try:
-                    archive.add(name, f"work/{relative}", filter=job.without_caches)
+                    archive.add(name, f"work/{relative}", filter=_without_caches)
                 except PermissionError as error:
                     raise UserError(f"--files {name}: {error.filename} cannot be read.") from error
 
@@ -319,6 +332,25 @@ class _NodeRun:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # gcloud and its ssh
             thread.join(10)
+
+
+def _find_package(args: Any) -> tuple[Path | None, str]:
+    """Return the directory of the source to copy, if any, and the requirement to install."""
+    package = args.package or os.path.dirname(PACKAGE)
+    if os.path.isdir(package):
+        if not os.path.exists(os.path.join(package, "pyproject.toml")):
+            raise UserError(
+                f"{package} has no pyproject.toml, so t5x cannot be installed from it. Pass --package with a checkout "
+                "of t5x or a pip requirement, as in 't5x[tpu,gcs] @ git+https://…'."
+            )
+        return Path(package), f"./package[{args.extras}]"
+    if os.sep in package and "://" not in package:
+        raise UserError(f"--package {package}: there is no such directory.")
+    return None, package
+
+
+def _without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "__pycache__" in entry.name.split("/") else entry
 
 
 def _fill(script: str, **values: str) -> str:

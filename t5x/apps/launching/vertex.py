@@ -33,7 +33,7 @@ def launch(args: Any, command: list[str]) -> int:
     if args.dry_run:
         return 0
     print(gcloud.call(words), end="", flush=True)
-    location = f"--region={args.region}" + (f" --project={args.project}" if args.project else "")
+    location = " ".join(gcloud.flags({"region": args.region, "project": args.project}))
     print(f"launch: to follow it: gcloud ai custom-jobs stream-logs JOB {location}", file=sys.stderr)
     return 0
 
@@ -41,8 +41,8 @@ def launch(args: Any, command: list[str]) -> int:
 def create_words(args: Any, name: str, config: str) -> list[str]:
     """Return the command that submits the job."""
     words = ["gcloud", "ai", "custom-jobs", "create", f"--display-name={name}", f"--region={args.region}"]
-    more = {"project": args.project, "service-account": args.service_account, "network": args.network}
-    return [*words, f"--config={config}", *(f"--{key}={value}" for key, value in more.items() if value), "--quiet"]
+    options = {"project": args.project, "service-account": args.service_account, "network": args.network}
+    return [*words, f"--config={config}", *gcloud.flags(options), "--quiet"]
 
 
 def custom_job_spec(args: Any, command: list[str], devices: Accelerators) -> dict[str, Any]:

@@ -15,6 +15,18 @@ from t5x.files.remote import is_remote
 from t5x.files.text_lines import TextLine, can_seek
 from t5x.files.user_files import expand, open_binary
 
+log = logging.getLogger(__name__)
+
+DOCUMENT_IDS = ("_id", "id", "pid", "docid", "doc_id")
+QUERY_IDS = ("_id", "id", "qid", "query_id", "topic_id")
+TEXTS = ("contents", "passage", "text", "segment", "body", "content")
+QUERIES = ("text", "query", "title")
+_UNTITLED = ("contents", "passage", "content")  # layouts whose text holds the title already
+_SUFFIXES = (".jsonl", ".json", ".tsv", ".txt")
+# The id where a line begins with it, which saves decoding the passages that are not requested.
+_FIRST_ID = re.compile(rb'\s*\{\s*"(_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
+_BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # fields that would be the id instead
+
 
 def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
     """Yield the non-blank lines of a file.
@@ -65,19 +77,6 @@ def copying(name: str) -> Iterator[None]:
             f"A copy of {name} cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Free disk "
             "space there, or set TMPDIR to another directory."
         ) from error
-
-
-log = logging.getLogger(__name__)
-
-DOCUMENT_IDS = ("_id", "id", "pid", "docid", "doc_id")
-QUERY_IDS = ("_id", "id", "qid", "query_id", "topic_id")
-TEXTS = ("contents", "passage", "text", "segment", "body", "content")
-QUERIES = ("text", "query", "title")
-_UNTITLED = ("contents", "passage", "content")  # layouts whose text holds the title already
-_SUFFIXES = (".jsonl", ".json", ".tsv", ".txt")
-# The id where a line begins with it, which saves decoding the passages that are not requested.
-_FIRST_ID = re.compile(rb'\s*\{\s*"(_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
-_BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # fields that would be the id instead
 
 
 class Collection:

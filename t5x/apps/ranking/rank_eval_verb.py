@@ -41,7 +41,6 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     work_begins()
     from t5x.apps.ranking import trec_files
-    from t5x.apps.ranking.trec_files import read_qrels
 
     names = [os.path.basename(path) for path in args.runs]
     if len(set(names)) < len(names):
@@ -49,8 +48,9 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         repeated = next(path for path in args.runs if args.runs.count(path) > 1)
         raise UserError(f"The run {repeated} is given twice. Remove one of them.")
+    runs = {name: trec_files.read_run(path) for name, path in zip(names, args.runs, strict=True)}
     report = trec_files.evaluation_report(
-        read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
+        trec_files.read_qrels(args.qrels), runs, missing_as_zero=args.missing_as_zero,
         per_query_path=args.per_query, as_json=args.json, **passed_options(args, MeasureOptions),
     )  # fmt: skip
     print(report)

@@ -13,7 +13,7 @@ from t5x._runtime.errors import UserError, located
 from t5x.apps.ranking import trec_files
 from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork, Work
 from t5x.apps.ranking.reranker import EncodedPairs, Reranker, check_finite, log_truncated, scores
-from t5x.apps.ranking.trec_files import FORMATS, ranking_lines, read_qrels
+from t5x.apps.ranking.trec_files import FORMATS, ranking_lines, read_qrels, read_run
 from t5x.inference.jobs import JobProgress, Record, ResumableJob, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import FileOutput, Output
@@ -170,12 +170,8 @@ def rerank(
         cut, cut_queries, pairs = (sum(record[name] for record in records) for name in ("cut", "cut_queries", "pairs"))
         log_truncated(cut, cut_queries, pairs, ranker.template.max_length, "--max_length, --max_p")
         if judgments is not None:
-            runs = {} if work.before is None else {"before": work.before}
-            print(
-                trec_files.evaluation_report(
-                    judgments, runs, {"after": output}, measures, relevance_level=relevance_level
-                )
-            )
+            runs = ({} if work.before is None else {"before": work.before}) | {"after": read_run(output)}
+            print(trec_files.evaluation_report(judgments, runs, measures, relevance_level=relevance_level))
 
 
 class _Chunk(NamedTuple):

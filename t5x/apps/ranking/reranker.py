@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5x._runtime.errors import UserError, shorten
-from t5x.apps.ranking.input_encoding import InputEncoder
-from t5x.apps.ranking.templates import PairTemplate, Template, label_ids, template_of, with_changes
+from t5x.apps.ranking.templates import InputEncoder, PairTemplate, Template, label_ids, template_of, with_changes
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
 from t5x.inference.options import check_arguments
 

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.apps.ranking.input_encoding import InputEncoder
 from t5x.apps.ranking.judged_data import TRAIN, VALIDATION, JudgedDataSource, Passage, Paths, field_names
 from t5x.apps.ranking.passage_files import find_text
-from t5x.apps.ranking.templates import MONOT5, Template, label_id
+from t5x.apps.ranking.templates import MONOT5, InputEncoder, Template, label_id
 from t5x.data import Feature, Mixture, MixtureRegistry, PassThroughVocabulary, Task, TaskRegistry, Vocabulary
 from t5x.data.example_order import shuffled
 from t5x.data.file_tasks import source_of
@@ -32,6 +31,9 @@ from t5x.metrics.ranking import reranking
 
 Example = dict[str, Any]
 Lengths = Mapping[str, int] | None
+
+MEASURES = ("ndcg@10", "mrr@10")
+MAX_GRADE = 1000
 
 
 def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int) -> list[Example]:
@@ -164,10 +166,6 @@ def _list_size(lengths: Mapping[str, int]) -> int:
     if lengths["targets"] < 2:
         raise UserError("TASK_FEATURE_LENGTHS['targets'] is 1: a list needs at least two passages.")
     return lengths["targets"]
-
-
-MEASURES = ("ndcg@10", "mrr@10")
-MAX_GRADE = 1000
 
 
 def pairs(

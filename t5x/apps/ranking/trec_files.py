@@ -20,7 +20,10 @@ from t5x.apps.ranking.passage_files import read_lines
 from t5x.metrics.ranking import PerQuery, Qrels, Run, compare, per_query, ranked, table
 from t5x.telemetry import jsonl
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("trec", "msmarco", "jsonl")  # of rankings that are written
+MEASURES = ("mrr@10", "ndcg@10", "recall@100", "map")
 
 Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
@@ -37,16 +40,8 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
       UserError: if the file cannot be read or a line is invalid.
     """
     qrels: dict[str, dict[str, int]] = {}
-    kind = None
-    for where, fields in _read_fields(path):
-        if kind is None:
-            kind = _BEIR_QRELS if fields == _BEIR_HEADER else _QRELS
-            if kind is _BEIR_QRELS:
-                continue
-        if len(fields) != len(kind):
-            raise _wrong_fields(where, fields, "judgments", [kind])
-        query, *_, document, grade = fields
-        _add(qrels, where, query, document, _number(where, "grade", grade, int))
+    for where, fields in _read_fields(path, "judgments", [_QRELS]):
+        _add(qrels, where, fields, _number(where, fields, "grade", int))
     return qrels
 
 
@@ -57,17 +52,11 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
       UserError: if the file cannot be read or a line is invalid.
     """
     run: dict[str, dict[str, float]] = {}
-    kind = None
-    for where, fields in _read_fields(path):
-        kind = kind or next((known for known in (_TREC_RUN, _MSMARCO_RUN) if len(known) == len(fields)), None)
-        if kind is None or len(fields) != len(kind):
-            raise _wrong_fields(where, fields, "a run", [kind] if kind else [_TREC_RUN, _MSMARCO_RUN])
-        if kind is _TREC_RUN:
-            query, _, document, _, score, _ = fields
-            _add(run, where, query, document, _number(where, "score", score, float))
+    for where, fields in _read_fields(path, "a run", [_TREC_RUN, _MSMARCO_RUN]):
+        if "score" in fields:
+            _add(run, where, fields, _number(where, fields, "score", float))
         else:
-            query, document, rank = fields
-            _add(run, where, query, document, -float(_number(where, "rank", rank, int)))
+            _add(run, where, fields, -float(_number(where, fields, "rank", int)))
     return run
 
 
@@ -120,47 +109,52 @@ def check_id(text: str, hint: str = "") -> str:
     return text
 
 
-def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the position (file:line) and the fields of every line that is not blank."""
-    line = None
-    for line in read_lines(os.fspath(path)):
-        line.text()
-        yield line.where, [field.decode() for field in line.content.split()]  # ids may contain non-ASCII whitespace
-    if line is None:
+def _read_fields(path: Path, what: str, kinds: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the position (file:line) and the named fields of every line that is not blank.
+
+    Args:
+      what: content of the file, for messages.
+      kinds: names of the fields of a line. The first line decides between them; BEIR's is a header.
+    """
+    count = 0
+    for count, line in enumerate(read_lines(os.fspath(path)), start=1):
+        line.text()  # checks that it is UTF-8
+        values = [value.decode() for value in line.content.split()]  # ids may contain non-ASCII whitespace
+        if count == 1 and kinds == [_QRELS] and values == _BEIR_HEADER:
+            kinds = [_BEIR_QRELS]
+            continue
+        matching = [kind for kind in kinds if len(kind) == len(values)]
+        if not matching:
+            needed = " or ".join(f"{len(kind)} ({' '.join(kind)})" for kind in kinds)
+            content = f"{len(values)} fields, but a line of {what} has {needed}: {' '.join(values)[:80]!r}"
+            raise UserError(f"{line.where}: {content}")
+        kinds = matching
+        yield line.where, dict(zip(kinds[0], values, strict=True))
+    if not count:
         raise UserError(f"{os.fspath(path)} is empty.")
 
 
-def _add(values: dict[str, dict], where: str, query: str, document: str, value: float) -> None:
+def _add(values: dict[str, dict], where: str, fields: Mapping[str, str], value: float) -> None:
+    query, document = fields["query"], fields["document"]
     if document in values.setdefault(query, {}):
         raise UserError(f"{where}: document {document!r} occurs a second time for query {query!r}. Remove one.")
     values[query][document] = value
 
 
-def _number(where: str, field: str, text: str, kind: Callable[[str], float]) -> float:
+def _number(where: str, fields: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float:
     try:
-        value = kind(text)
+        value = kind(fields[name])
     except ValueError:
         value = math.nan
     if math.isnan(value):
         needed = "an integer" if kind is int else "a number"
-        raise UserError(f"{where}: the {field} must be {needed}, not {text!r}.")
+        raise UserError(f"{where}: the {name} must be {needed}, not {fields[name]!r}.")
     return value
-
-
-def _wrong_fields(where: str, fields: list[str], what: str, kinds: list[tuple[str, ...]]) -> UserError:
-    needed = " or ".join(f"{len(kind)} ({' '.join(kind)})" for kind in kinds)
-    return UserError(f"{where}: {len(fields)} fields, but a line of {what} has {needed}: {' '.join(fields)[:80]!r}")
-
-
-log = logging.getLogger(__name__)
-
-MEASURES = ("mrr@10", "ndcg@10", "recall@100", "map")
 
 
 def evaluation_report(
     qrels: Qrels,
     runs: Mapping[str, Run],
-    paths: Mapping[str, str],
     measures: Sequence[str] = MEASURES,
     *,
     relevance_level: int = 1,
@@ -171,14 +165,13 @@ def evaluation_report(
     """Return a table of the runs' measures, followed by how each run differs from the first.
 
     Args:
-      runs: {name: run}.
-      paths: {name: run file}, added after `runs`.
+      runs: {name: run}; the first is the baseline.
       measures, relevance_level, missing_as_zero: see `t5x.metrics.ranking.per_query`.
       per_query_path: file for the values of every query, as JSON lines.
       as_json: return a JSON object with `runs` and `differences` instead.
     """
     values: dict[str, PerQuery] = {}
-    for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
+    for name, run in runs.items():
         if unjudged := sum(query not in qrels for query in run):
             log.warning("%s: %d of %d queries have no judgments and are ignored", name, unjudged, len(run))
         values[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)

@@ -12,7 +12,6 @@ import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.apps.answering import answers
-from t5x.apps.answering.file_answering import as_record
 from t5x.apps.serving.batched_model import BatchedModel
 from t5x.apps.serving.requests import DECODING_FIELDS, OPENAI_NAMES
 from t5x.inference import generation
@@ -251,7 +250,7 @@ def answer(name: str, model: BatchedModel, fields: Fields) -> Result:
     if len(windows) > fields["max_windows"]:
         raise UserError(f"The context needs {len(windows)} windows, more than {fields['max_windows']}. Shorten it.")
     (result,) = answers.answer(model, [pair], [windows], options)
-    record = {"model": name, **as_record(result), "score": _number(result.score)}
+    record = {"model": name, **result.as_record(), "score": _number(result.score)}
     used = sum(model.input_ids(fields["context"][span.start : span.end])[1] for span in windows)
     generated = len(model.target_ids(result.text)[0])
     return Result(_json({**record, "usage": _usage(used, generated)}), used, generated)

@@ -279,9 +279,9 @@ def test_standard_input(capsys, directory, model, monkeypatch):
 GOOD = '{"id": 1, "question": "ab", "context": "fed"}\n'
 BAD = {
     "broken JSON": (GOOD + '{"question": \n', ["in.jsonl:2 is not JSON"]),
-    "no context": (GOOD + '{"question": "x"}\n', ['in.jsonl:2 must be an object with the strings "question"']),
+    "no context": (GOOD + '{"question": "x"}\n', ["in.jsonl:2 has no string 'context'"]),
     "a list": ("[1]\n", ["in.jsonl:1 must be an object"]),
-    "an empty question": ('{"question": " ", "context": "x"}\n', ['in.jsonl:1 has an empty "question"']),
+    "an empty question": ('{"question": " ", "context": "x"}\n', ["in.jsonl:1 has an empty 'question'"]),
     "an id twice": (GOOD + "\n" + GOOD, ["in.jsonl:3 has the same id, 1, as line 1"]),
     "an id that is none": (GOOD.replace("1", "[1]"), ['"id" must be a string']),
     "a long question": (GOOD.replace("ab", "x" * 70), ["in.jsonl:1: the question takes 91 of 64 input tokens"]),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from t5x.apps.doctor import devices, network, software, storage
-from t5x.apps.doctor.findings import holders
+from t5x.apps.doctor.devices import holders
 from tests.support import commands
 from tests.support.programs import REPO
 

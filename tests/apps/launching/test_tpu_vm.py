@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from t5x._runtime.errors import TemporaryError, UserError
-from t5x.apps.launching import accelerators, gcloud, job, tpu_vm
+from t5x.apps.launching import gcloud, job, tpu_vm
 from tests.apps.launching import fake_gcloud
 from tests.apps.launching.real_gcloud import parse_commands
 from tests.support import programs
@@ -174,8 +174,9 @@ def test_queued_node_in_any_state_becomes_ready(cloud: Cloud, state: str | None)
 
 def _node(**options) -> gcloud.Node:
     defaults = {"options": [], "queued": False, "poll_seconds": 0.02, "stuck_seconds": 60.0, "wait_seconds": 60.0}
-    found = accelerators.parse("v4-16")
-    return gcloud.Node("run", "us-central2-b", None, found, None, **{**defaults, **options}, report=print)
+    return gcloud.Node(
+        "run", "us-central2-b", None, "v4-16", "tpu-ubuntu2204-base", **{**defaults, **options}, report=print
+    )
 
 
 def test_preempted_run_resumes_on_a_new_node(cloud: Cloud, capfd):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.apps.ranking.input_encoding import InputEncoder
-from t5x.apps.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, label_ids
+from t5x.apps.ranking.templates import DUOT5, MONOT5, PRESETS, InputEncoder, PairTemplate, Template, label_ids
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
