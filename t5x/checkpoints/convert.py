@@ -1,10 +1,12 @@
 """`t5x convert`: converts any checkpoint format to ours, native T5X or Hugging Face, one array at a time."""
 
+import contextlib
+import dataclasses
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +14,17 @@ import numpy as np
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import families, layout, paths, remote_writing, transfer, tree
+from t5x.checkpoints import families, layout, paths, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import HUGGINGFACE_FILES, check_name, write_own_checkpoint
 from t5x.checkpoints.model_description import MODEL_FILE, describe_network
-from t5x.files import atomic, remote
+from t5x.checkpoints.remote_reading import is_checkpoint
+from t5x.files import atomic
 from t5x.files.disk_space import free_bytes
+from t5x.files.lease import Lease
+from t5x.files.local import Publication
+from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_directory import RemoteDirectory, upload_directory
 from t5x.network.config import FIXED_IN_T5X
 from t5x.telemetry import Progress
 
@@ -55,8 +62,8 @@ def convert(
             raise UserError(f"--{flag} is {value!r}; it must be one of {', '.join(filter(None, choices))}.")
     if to == "hf" and layers == "scanned":
         raise UserError("--layers scanned: Hugging Face stores one tensor per layer. Omit it, or choose another --to.")
-    if remote.is_remote(destination):
-        with remote_writing.writing(destination, overwrite=overwrite) as local:
+    if is_remote(destination):
+        with uploading(destination, overwrite=overwrite) as local:
             return convert(source, str(local), to=to, layers=layers, dtype=dtype)
     final = _check_destination(destination, overwrite=overwrite)
     source = source if isinstance(source, Source) else open_checkpoint(source)
@@ -170,6 +177,87 @@ def _replace(final: epath.Path, new: epath.Path) -> None:
         raise
     atomic.sync(final.parent)
     atomic.remove_tree(old)
+
+
+# --- A remote destination ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def uploading(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
+    """Yield a local path for a checkpoint that is uploaded to `url` if the block succeeds.
+
+        with uploading("gs://bucket/flan", overwrite=False) as path:
+            write_huggingface(path, …)
+
+    The local path does not exist yet. See `_publish` for what is replaced, and when. Meanwhile a file UNFINISHED in the
+    destination is the lease of this program. A directory with that file and without the one that identifies a
+    checkpoint was left by a program that was killed: the next one removes its files.
+    """
+    destination = RemotePath.parse(url)
+    exists = _check_remote_destination(destination, overwrite)
+    with upload_directory() as directory, Lease.acquire(f"{destination.url}/{paths.UNFINISHED}", url) as lease:
+        publication = dataclasses.replace(paths.CHECKPOINTS, check=lease.check)
+        if not exists:
+            RemoteDirectory(destination).clear(publication)  # what a killed program left
+        path = epath.Path(directory) / destination.name
+        yield path
+        lease.check()
+        _publish(path, destination, publication, overwrite=overwrite)
+
+
+def _publish(path: epath.PathLike, destination: RemotePath, publication: Publication, *, overwrite: bool) -> None:
+    """Copy a local checkpoint to a remote path.
+
+    The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
+    files are removed. An existing checkpoint is removed only when the new one is complete beside it.
+    """
+    exists = _check_remote_destination(destination, overwrite)
+    sizes = [status.st_size for _, status in paths.walk(path)]
+    final = RemoteDirectory(destination)
+    target = RemoteDirectory(destination.parent) / f"{destination.name}.{paths.UNFINISHED}" if exists else final
+    log.info("copying %d file(s), %s, to %s", len(sizes), paths.human_size(sum(sizes)), final)
+    try:
+        if exists:
+            target.clear(publication)  # what a killed program left
+        target.upload(path, publication)
+    except BaseException:
+        _try_to_clear(target, publication)
+        raise
+    if exists:
+        try:
+            publication.check()
+            final.clear(publication)
+            final.copy_from(target, publication)
+        except UserError as error:
+            raise UserError(f"{error} The new checkpoint is complete at {target}: move it.") from error
+        _try_to_clear(target, publication)
+    log.info("wrote %s", final)
+
+
+def _check_remote_destination(path: RemotePath, overwrite: bool) -> bool:
+    """Return whether a checkpoint is to be replaced; raise a UserError if something may not be replaced."""
+    if "/" not in path.path.strip("/"):
+        raise UserError(f"{path.url} is an entire bucket. Name a directory in it: {path.url}/NAME.")
+    path.fs.invalidate_cache()
+    info = path.info()
+    if info is not None and info["type"] == "file":
+        raise UserError(f"{path.url} is a file; choose another destination.")
+    names = path.children()
+    if not path.descendants() or (paths.UNFINISHED in names and not is_checkpoint(names)):
+        return False
+    if not overwrite:
+        raise UserError(f"{path.url} exists already; choose another destination, or pass --overwrite to replace it.")
+    if not is_checkpoint(names):
+        raise UserError(f"{path.url} is not a checkpoint, so it is not replaced. Choose another destination.")
+    return True
+
+
+def _try_to_clear(directory: RemoteDirectory, publication: Publication) -> None:
+    try:
+        publication.check()
+        directory.clear(publication)
+    except UserError as error:
+        log.warning("%s could not be removed; remove it by hand: %s", directory, error)
 
 
 # --- Arrays -----------------------------------------------------------------------------------------------------------

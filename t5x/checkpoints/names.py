@@ -18,9 +18,10 @@ from collections.abc import Iterable
 
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths
-from t5x.files import hub
 from t5x.files.remote import is_remote, mirrored
 
+_HUB_SCHEME = "hf://"
+_HUB_MODEL = re.compile(r"(?P<id>[\w.-]{1,96}/[\w.-]{1,96})(?:@(?P<revision>[\w./-]+))?")
 _PREFIX = "t5x:"
 _BUCKET = "gs://t5-data"
 _SIZES = ("small", "base", "large", "xl", "xxl")
@@ -74,9 +75,26 @@ def resolve(name: str | os.PathLike[str]) -> str:
     if is_remote(name):
         return name
     path = paths.local_path(name)
-    if re.fullmatch(rf"{hub.MODEL_ID}(@[\w./-]+)?", name) and not path.exists() and not path.parent.exists():
-        return hub.SCHEME + name
+    if _HUB_MODEL.fullmatch(name) and not path.exists() and not path.parent.exists():
+        return _HUB_SCHEME + name
     return str(path)
+
+
+def is_hub_url(path: str) -> bool:
+    return path.startswith(_HUB_SCHEME)
+
+
+def parse_hub_url(url: str) -> tuple[str, str | None]:
+    """Return the id and the revision of a model on the Hub."""
+    match = _HUB_MODEL.fullmatch(url.removeprefix(_HUB_SCHEME))
+    if match is None:
+        raise UserError(f"{url} does not name a model of the Hub. Write hf://owner/name or hf://owner/name@revision.")
+    return match["id"], match["revision"]
+
+
+def pinned_hub_url(url: str, directory: str) -> str:
+    """Return the URL of exactly the commit that was stored in `directory`."""
+    return f"{_HUB_SCHEME}{parse_hub_url(url)[0]}@{os.path.basename(directory)}"
 
 
 def public_vocabulary(name: str) -> str | None:
@@ -98,7 +116,7 @@ def _public(name: str) -> str:
 
 def suggestion(name: str) -> str:
     """Return " Did you mean …?" with names similar to that of a checkpoint that does not exist, or ""."""
-    path = name.removeprefix(hub.SCHEME).partition("@")[0].rstrip("/")
+    path = name.removeprefix(_HUB_SCHEME).partition("@")[0].rstrip("/")
     directory, last = os.path.split(path)
     near = []
     if path == name.rstrip("/") and os.path.isdir(directory or "."):

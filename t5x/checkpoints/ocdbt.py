@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from t5x.files import object_stores
+from t5x.files.remote import tensorstore_spec
 from t5x.files.storage_errors import tensorstore_status
 
 INLINE_BYTES = 1024  # values up to this size are stored inside the database's own nodes
@@ -40,7 +40,7 @@ class Writer:
 
     def __init__(self, directory: epath.PathLike):
         self._database = {
-            "driver": "ocdbt", "base": object_stores.spec(directory),
+            "driver": "ocdbt", "base": tensorstore_spec(directory),
             "config": {"max_inline_value_bytes": INLINE_BYTES}, "target_data_file_size": _FILE_BYTES,
         }  # fmt: skip
         self._context = ts.Context(_CONTEXT)
@@ -96,7 +96,7 @@ def merge(directory: epath.PathLike, parts: Iterable[epath.PathLike]) -> None:
     context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
     options = {"driver": "ocdbt", "config": {"max_inline_value_bytes": INLINE_BYTES}}
     whole, *others = [
-        ts.KvStore.open({**options, "base": object_stores.spec(path)}, context=context).result()
+        ts.KvStore.open({**options, "base": tensorstore_spec(path)}, context=context).result()
         for path in (directory, *parts)
     ]
     for other in others:
@@ -113,7 +113,7 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | ByteRange]:
       ValueError: the database cannot be read, or two of its nodes have the same child: they could form a cycle, or
         expand to more keys than fit in memory.
     """
-    files = object_stores.open_store(directory)
+    files = ts.KvStore.open(tensorstore_spec(directory)).result()
     newest = max(ts.ocdbt.dump(files).result()["versions"], key=lambda version: version["generation_number"])
     nodes = [("", newest["root"].get("location"))]
     values: dict[str, bytes | ByteRange] = {}
@@ -135,7 +135,7 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | ByteRange]:
 
 def open_arrays(directory: epath.PathLike, keys: Iterable[str]) -> list[ts.TensorStore]:
     """Open zarr arrays through TensorStore, for those that cannot be read from their files."""
-    database = {"driver": "ocdbt", "base": object_stores.spec(directory), "cache_pool": "cache_pool#ocdbt"}
+    database = {"driver": "ocdbt", "base": tensorstore_spec(directory), "cache_pool": "cache_pool#ocdbt"}
     once = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
     context = ts.Context(_CONTEXT)
     opened = [

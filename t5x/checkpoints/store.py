@@ -30,9 +30,8 @@ from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.remote_reading import stage
-from t5x.files import object_stores
 from t5x.files.directory import Target
-from t5x.files.remote import is_remote
+from t5x.files.remote import has_tensorstore_driver, is_remote
 from t5x.files.storage_errors import TransientError
 from t5x.partitioning import distributed
 
@@ -91,7 +90,7 @@ class CheckpointStore:
             raise UserError(f"keep={keep}: at least one checkpoint must be kept. Use None to keep all.")
         self._files = open_files(directory)
         self.directory: epath.PathLike = str(self._files) if is_remote(directory) else epath.Path(str(self._files))
-        self._is_staged = not object_stores.has_driver(str(self._files))
+        self._is_staged = not has_tensorstore_driver(str(self._files))
         if self._is_staged and jax.process_count() > 1:
             raise UserError(
                 f"{directory}: runs of several processes write checkpoints to gs://, s3:// or a directory that all of "

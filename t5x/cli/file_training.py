@@ -25,7 +25,6 @@ from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.data.vocabularies.loading import NamedVocabulary, vocabulary_named
-from t5x.files import hub
 from t5x.files.remote import is_remote
 from t5x.files.user_files import absolute_path
 
@@ -171,8 +170,8 @@ def _from_checkpoint(model: str, vocabulary_name: str | None) -> tuple[str, list
     fields = {field.name for field in dataclasses.fields(T5Config)} - {"dropout_rate", "dtype"}
     network = [f"network.T5Config.{name} = {value!r}" for name, value in config.items() if name in fields]
     path = names.resolve(model)
-    if hub.is_hub_url(path):
-        path = hub.pinned(path, source.path)
+    if names.is_hub_url(path):
+        path = names.pinned_hub_url(path, source.path)
     elif not is_remote(path):
         path = source.path
     bindings = [f"INITIAL_CHECKPOINT_PATH = {path!r}", *network]

@@ -8,7 +8,7 @@ def check_space(directory: str | os.PathLike[str], needed: int) -> None:
     """Raise the error of a full disk before gigabytes are written to it."""
     free = free_bytes(directory)
     if free is not None and free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {human_size(needed)} needed", os.fspath(directory))
 
 
 def free_bytes(directory: str | os.PathLike[str]) -> int | None:

@@ -21,8 +21,7 @@ from typing import Any
 import tensorstore as ts
 
 from t5x._runtime.errors import UserError
-from t5x.files import object_stores
-from t5x.files.remote import RemotePath
+from t5x.files.remote import RemotePath, has_tensorstore_driver, tensorstore_spec
 from t5x.files.storage_errors import explained
 
 log = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class _LeaseFile:
         directory, self._name = url.rsplit("/", 1)
         context = ts.Context({"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES})
         with explained(url):
-            self._store = ts.KvStore.open(object_stores.spec(directory), context=context).result()
+            self._store = ts.KvStore.open(tensorstore_spec(directory), context=context).result()
 
     def read(self) -> tuple[bytes, bytes]:
         """Return (content, generation); the content of a missing file is empty."""
@@ -202,7 +201,7 @@ class _UncheckedFile(_LeaseFile):
 
 
 def _open(url: str) -> _LeaseFile:
-    return _LeaseFile(url) if object_stores.has_driver(url) else _UncheckedFile(url)
+    return _LeaseFile(url) if has_tensorstore_driver(url) else _UncheckedFile(url)
 
 
 def _content(holder: dict[str, Any]) -> bytes:

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import errno
 import io
 import logging
 import os
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from t5x._runtime.errors import UserError
 from t5x.files import atomic
-from t5x.files.disk_space import free_bytes, human_size
+from t5x.files.disk_space import check_space
 from t5x.files.storage_errors import TransientError, explained, is_missing, seconds_without_data
 
 if TYPE_CHECKING:
@@ -364,12 +363,58 @@ def download(files: Mapping[str, RemoteFile], advance: Callable[[int], None]) ->
     directories = sorted({os.path.dirname(target) for target in files})
     for directory in directories:
         os.makedirs(directory, exist_ok=True)
-    needed = sum(file.size for file in files.values())
-    if needed and (free := free_bytes(directories[0])) is not None and free < needed:
-        raise OSError(errno.ENOSPC, f"{human_size(needed)} needed", directories[0])
+    if directories:
+        check_space(directories[0], sum(file.size for file in files.values()))
     try:
         run_concurrently(fetch, [(target, start) for target, starts in chunks.items() for start in starts])
     finally:
         for path in partial.values():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+_TENSORSTORE_DRIVERS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+
+
+def has_tensorstore_driver(path: str | os.PathLike[str]) -> bool:
+    """Return whether TensorStore can read and write below this path or URL."""
+    return as_local(path) is not None or os.fspath(path).split("://")[0] in _TENSORSTORE_DRIVERS
+
+
+def tensorstore_spec(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return TensorStore's specification of a directory for which `has_tensorstore_driver` holds.
+
+    TensorStore reads and writes large values in parallel, repeats failed requests, and writes conditionally, which
+    fsspec does not offer. Servers and credentials are found as fsspec's drivers find them, so that both use the same.
+    """
+    if (local := as_local(directory)) is not None:
+        return {"driver": "file", "path": f"{local.rstrip('/')}/"}
+    scheme, _, location = os.fspath(directory).partition("://")
+    bucket, _, path = location.strip("/").partition("/")
+    store = {"driver": _TENSORSTORE_DRIVERS[scheme], "bucket": bucket, "path": f"{path}/" if path else ""}
+    return store | (_gcs_server() if store["driver"] == "gcs" else _s3_server())
+
+
+def _gcs_server() -> dict[str, Any]:
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        # TensorStore reads both when it opens its first store. Without a token it looks for credentials, and waits.
+        url = emulator if "://" in emulator else f"http://{emulator}"
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
+    return {}
+
+
+def _s3_server() -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        options["endpoint"] = endpoint
+        region = region or "us-east-1"  # on-premise servers ignore it, but requests are signed with one
+    if region:
+        options["aws_region"] = region
+    if os.environ.get("FSSPEC_S3_ANON", "").lower() == "true":
+        options["aws_credentials"] = {"type": "anonymous"}
+    elif os.environ.get("AWS_ACCESS_KEY_ID"):
+        options["aws_credentials"] = {"type": "environment"}  # otherwise missing files are logged as errors
+    return options

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory, disk_space, locks
 from t5x.files.local import LOCK_FILE, FileEntry, Publication, name_aside, walk, write_file
-from t5x.files.remote import RemotePath, download, retried, run_concurrently
+from t5x.files.remote import RemotePath, download, has_tensorstore_driver, retried, run_concurrently
 from t5x.files.storage_errors import explained
 from t5x.files.untrusted import is_plain_relative
 
@@ -170,23 +170,19 @@ class RemoteDirectory:
             }
 
     def begin(self, name: str, publication: Publication, space: int = 0) -> "RemoteTarget":
-        from t5x.files.object_stores import has_driver  # imports TensorStore, which takes a while
-
         child = self / name
         if files := child.names():
             if _is_published(files, publication):
                 (self / name_aside(self, name, publication)).copy_from(child, publication)
             self.unpublish(name, publication)
-        return (RemoteTarget if has_driver(str(self)) else StagedTarget)(self, name, publication, space)
+        return (RemoteTarget if has_tensorstore_driver(str(self)) else StagedTarget)(self, name, publication, space)
 
     def unpublish(self, name: str, publication: Publication) -> None:
-        from t5x.files.object_stores import has_driver
-
         child = self / name
         child.write_bytes(UNFINISHED, b"")
         child.clear(publication)
         child.remove(UNFINISHED)
-        if not has_driver(str(self)):
+        if not has_tensorstore_driver(str(self)):
             with explained(str(child)), contextlib.suppress(FileNotFoundError):
                 self._remote.fs.rm(child._remote.path, recursive=True)  # empty directories, where they exist
 

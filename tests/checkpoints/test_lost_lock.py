@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock, paths, remote_writing
+from t5x.checkpoints import CheckpointStore, ModelDirLock, convert, model_dir_lock, paths
 from t5x.checkpoints.best import BEST_FILE, BestRule, Ranking
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.files import lease, locks, remote
@@ -144,7 +144,7 @@ def test_conversion_that_lost_its_lease_publishes_nothing_and_removes_nothing(tm
 
     with (
         pytest.raises(UserError, match="taken by process 1 on other"),
-        remote_writing.writing(url, overwrite=exists) as path,
+        convert.uploading(url, overwrite=exists) as path,
     ):
         write_own_checkpoint(path, 2, arrays(2), sidecars={})
         if moment == "before":
@@ -174,7 +174,7 @@ def test_conversion_that_loses_its_lease_beside_a_complete_copy_reports_the_copy
     monkeypatch.setattr(MemoryFileSystem, moment, lose_lease)
     with (
         pytest.raises(UserError, match=r"taken by .*is complete at"),
-        remote_writing.writing(url, overwrite=True) as path,
+        convert.uploading(url, overwrite=True) as path,
     ):
         write_own_checkpoint(path, 2, arrays(2), sidecars={})
     there = contents(url)

@@ -18,7 +18,7 @@ from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.cli.inspect_verb import inspect
-from t5x.files import atomic, cache_directory, remote
+from t5x.files import atomic, cache_directory, disk_space, remote
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -306,7 +306,7 @@ def test_a_copy_is_read_from_a_cache_that_cannot_be_written(fs, hf, monkeypatch)
 
 def test_a_full_disk(fs, hf, cache, monkeypatch):
     upload(fs, hf, "/bucket/hf")
-    for module in (cache_directory, remote):
+    for module in (cache_directory, disk_space):
         monkeypatch.setattr(module, "free_bytes", lambda _: 1234)
     with pytest.raises(UserError, match=rf"bucket/hf .*{cache} .*kB needed, 1\.2 kB free.*T5X_CACHE_DIR"):
         remote_reading.stage("memory://bucket/hf")

@@ -13,7 +13,7 @@ from t5x.checkpoints import manifest, names, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, ORBAX
+from t5x.checkpoints.remote_reading import HUGGINGFACE, NATIVE, ORBAX
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, open_regular
 
