@@ -50,7 +50,7 @@ class OptimizerDef:
 
     The trainer calls `init`, `state_axes` and `update`, which this class derives from them. An optimizer may also
     define `learning_rate_fn`, if it applies a learning rate of its own; `count(state)`, the number of steps which that
-    rate has seen (see `applied_learning_rate.py`); and `trained(tree)`, if it leaves some parameters unchanged.
+    rate has seen (see `schedules.applied_schedule`); and `trained(tree)`, if it leaves some parameters unchanged.
 
     Args:
       hyper_params: a `flax.struct.dataclass`; `learning_rate` is replaced by the trainer's.

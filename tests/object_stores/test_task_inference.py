@@ -16,5 +16,5 @@ def test_a_run_that_ended_continues_and_a_complete_one_stays(store, place, model
     run(place, model, output)
     assert output.read_bytes(expected.name) == expected.read_bytes()
     assert output.names() == {expected.name, f"{expected.name}.COMPLETED", "model-info.txt"}
-    monkeypatch.setattr("t5x.infer.Engine", None)
+    monkeypatch.setattr("t5x.runs.infer.Engine", None)
     run(place, model, output)  # it is complete
