@@ -21,7 +21,7 @@ import pytest
 
 from t5x.files import locks
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 
 # A run of seconds: the demo's gin file with a smaller network, a smaller batch, and every step's loss written down.
 SMALL = [
