@@ -60,10 +60,10 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 ALONE = """
 import os
 from t5x.cli.verbs import arguments
-from t5x.cli.parser import VerbParser
+from t5x.cli import options
 parser = VerbParser('test')
 arguments.add_processes(parser)
-with arguments.processes(parser.parse_args([])):
+with options.processes(parser.parse_args([])):
     os.write(1, b"NCCL INFO\\n")
     print("data")
     if os.environ["PYTHONUNBUFFERED"]:
