@@ -84,7 +84,8 @@ def start(
             _members, channels = rendezvous.gather(
                 address, me, initialization_timeout, port, local_address=here, token=token
             )
-            service, listen_at = f"{_bracketed(here or '127.0.0.1')}:{port}", f"{_bracketed(here or '::')}:{port}"
+            service = cluster.join_address(here or "127.0.0.1", port)
+            listen_at = cluster.join_address(here or "::", port)
         else:
             _members, channels, port = rendezvous.join(address, me, initialization_timeout, token=token)
             service, listen_at = f"127.0.0.1:{start_relay(address.host, port)}", None
@@ -118,23 +119,15 @@ def _initialize(service: str, listen_at: str | None, me: Member, gpus: list[int]
         cluster_detection_method="deactivate",
     )
     if jax.default_backend() == "cpu":
-        if len(set(machines())) > 1:
-            _require_reachable_name(socket.gethostname())
+        name = socket.gethostname()  # gloo announces it to the other processes
+        if len(set(machines())) > 1 and not cluster.local_address(name):
+            raise UserError(
+                f"This machine's name {name} does not resolve to an address that other machines can reach. Processes "
+                f"on CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of "
+                "127.0.1.1."
+            )
         # Programs that XLA loads from the cache lose the order of their collectives, and processes mismatch them.
         jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _require_reachable_name(name: str) -> None:
-    """Raise a UserError if others cannot reach this machine by its own name, which gloo announces to them."""
-    if not cluster.local_address(name):
-        raise UserError(
-            f"This machine's name {name} does not resolve to an address that other machines can reach. Processes on "
-            f"CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of 127.0.1.1."
-        )
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------
