@@ -28,7 +28,7 @@ os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / 
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x._runtime import imports
-from t5x.partitioning.process_setup import enable_compilation_cache
+from t5x.partitioning.multiprocess import enable_compilation_cache
 from tests import slow_variants
 from tests.support import commands, disks
 

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args.work, passed)
     options = {name: passed[name] for name in _OPTIONS[args.work] if name in passed}
     import_modules(args)
-    from t5x.partitioning.process_setup import enable_compilation_cache
+    from t5x.partitioning.multiprocess import enable_compilation_cache
 
     enable_compilation_cache()
     work_begins()

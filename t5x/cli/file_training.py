@@ -88,9 +88,9 @@ def train_file(
         log.info("no --valid: nothing is evaluated")
 
     # --- Configure the run with gin -----------------------------------------------------------------------------------
-    from t5x.partitioning import process_setup
+    from t5x.partitioning import multiprocess
 
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     with processes or contextlib.nullcontext():
         from t5x.partitioning import consistency, distributed
         from t5x.runs.train import train

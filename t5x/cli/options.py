@@ -93,13 +93,12 @@ def add_processes(parser: VerbParser) -> None:
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a run, if there are several, while the context is active."""
-    from t5x.partitioning import consistency, multiprocess, process_setup
+    from t5x.partitioning import consistency, multiprocess
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     multiprocess.keep_stdout_clean()
     with multiprocess.run(**{name: getattr(args, name) for name in names}):
-        process_setup.name_process()
         consistency.require_same("configuration", lambda: consistency.describe_command(args))
         yield
 

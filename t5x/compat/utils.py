@@ -34,7 +34,7 @@ from t5x.inference.t5x_api import get_infer_fn
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import distributed
 from t5x.trainer.checks import verify_matching_vocabs
-from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets, numpy_batches
 from t5x.trainer.restore import open_for_all, restore_params, restore_state
 from t5x.trainer.state_layout import StateLayout
 
@@ -101,7 +101,7 @@ class ShardedDatasetIterator(ExternalBatches):
 
     def reset(self) -> None:
         """Start again; for an iterator that can be iterated several times."""
-        self._iterator, self._taken, self._kept = None, 0, []
+        self._iterator, self._taken = numpy_batches(self._batches), 0
 
     def save(self, filename: str) -> None:
         """Write the position to a file."""

@@ -35,7 +35,12 @@ class ProcessAddress:
 
     @property
     def coordinator(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around the host if it is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def find(

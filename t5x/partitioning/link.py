@@ -4,6 +4,8 @@ Each end sends a random nonce, and then an HMAC of both nonces with the token. S
 recorded handshake is useless later. Messages after it are neither signed nor encrypted: the network must be private.
 
 A message is a line with a JSON object. An empty object is a heartbeat.
+
+JAX's own connections to process 0 go through a local relay (`start_relay`).
 """
 
 import contextlib
@@ -19,6 +21,7 @@ from typing import Any
 _NONCE = re.compile(rb"[0-9a-f]{64}")
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_HANDSHAKE_BYTES = 1 << 12
+_CHUNK = 1 << 16
 
 
 class Unauthenticated(EOFError):
@@ -73,7 +76,7 @@ class Channel:
           EOFError: the other end is gone, or does not speak this protocol.
         """
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(_CHUNK)
         except OSError as error:
             raise EOFError from error
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
@@ -110,3 +113,43 @@ class Channel:
             self.authenticated = True
         else:
             raise Unauthenticated
+
+
+# --- JAX's connections ------------------------------------------------------------------------------------------------
+
+
+def start_relay(host: str, port: int) -> int:
+    """Forward connections to a port of this machine, which is returned, to JAX's coordination service in process 0.
+
+    JAX's client aborts the process with a dump as soon as its connection breaks. The relay hides this: calls stay
+    unanswered, and `watch.py` can report in one line what happened.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_accept, args=(listener, (host, port)), name="t5x-relay", daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def _accept(listener: socket.socket, target: tuple[str, int]) -> None:
+    held: list[socket.socket] = []  # unreferenced sockets would be closed
+    while True:
+        near, _ = listener.accept()
+        try:
+            far = socket.create_connection(target, timeout=30)
+        except OSError:
+            near.close()  # JAX retries until its own timeout
+            continue
+        far.settimeout(None)
+        held += [near, far]
+        for end in (near, far):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, args in (("out", (near, far, True)), ("back", (far, near, False))):
+            threading.Thread(target=_pump, args=args, name=f"t5x-relay-{name}", daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket, from_here: bool) -> None:
+    """Copy until an end closes. Only a close by JAX in this process is forwarded."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(_CHUNK):
+            target.sendall(data)
+        if from_here:
+            target.shutdown(socket.SHUT_RDWR)

@@ -31,18 +31,13 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
     if axes is None:
         return PartitionSpec()
     used: set[str] = set()
-    mesh_axes: list[MeshAxes] = [None] * len(axes)
-    settled = [False] * len(axes)
+    mesh_axes: dict[int, MeshAxes] = {}
     for name, over in rules:
-        for dim, axis in enumerate(axes):
-            if axis == name and not settled[dim]:
-                if over is None:
-                    settled[dim] = True
-                elif used.isdisjoint(axis_names(over)):
-                    used.update(axis_names(over))
-                    mesh_axes[dim], settled[dim] = over, True
-                break
-    return PartitionSpec(*mesh_axes)
+        dim = next((n for n, axis in enumerate(axes) if axis == name and n not in mesh_axes), None)
+        if dim is not None and used.isdisjoint(axis_names(over)):
+            used.update(axis_names(over))
+            mesh_axes[dim] = over
+    return PartitionSpec(*(mesh_axes.get(dim) for dim in range(len(axes))))
 
 
 def axis_names(over: MeshAxes) -> tuple[str, ...]:

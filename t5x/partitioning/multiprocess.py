@@ -1,14 +1,16 @@
 """Start and end of runs with several processes.
 
 `start` connects the processes through `jax.distributed`. From then on, a process that dies ends all others with one
-line that names it, and a process that fails makes the others exit soon. In a single process all of this does nothing.
+line that names it, and a process that fails makes the others exit soon.
 """
 
 import atexit
 import contextlib
+import hashlib
 import io
 import logging
 import os
+import platform
 import signal
 import socket
 import sys
@@ -23,8 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import EXIT_CODES
-from t5x.partitioning import cluster, rendezvous
-from t5x.partitioning.relay import start_relay
+from t5x._runtime.startup import MessageFormatter
+from t5x.files import cache_directory
+from t5x.partitioning import cluster, distributed, rendezvous
+from t5x.partitioning.link import start_relay
 from t5x.partitioning.rendezvous import Member
 from t5x.partitioning.watch import DRAIN_SECONDS, PEER_NEWS_SECONDS, PeerWatcher
 
@@ -80,7 +84,8 @@ def start(
             _members, channels = rendezvous.gather(
                 address, me, initialization_timeout, port, local_address=here, token=token
             )
-            service, listen_at = f"{_bracketed(here or '127.0.0.1')}:{port}", f"{_bracketed(here or '::')}:{port}"
+            service = cluster.join_address(here or "127.0.0.1", port)
+            listen_at = cluster.join_address(here or "::", port)
         else:
             _members, channels, port = rendezvous.join(address, me, initialization_timeout, token=token)
             service, listen_at = f"127.0.0.1:{start_relay(address.host, port)}", None
@@ -114,23 +119,15 @@ def _initialize(service: str, listen_at: str | None, me: Member, gpus: list[int]
         cluster_detection_method="deactivate",
     )
     if jax.default_backend() == "cpu":
-        if len(set(machines())) > 1:
-            _require_reachable_name(socket.gethostname())
+        name = socket.gethostname()  # gloo announces it to the other processes
+        if len(set(machines())) > 1 and not cluster.local_address(name):
+            raise UserError(
+                f"This machine's name {name} does not resolve to an address that other machines can reach. Processes "
+                f"on CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of "
+                "127.0.1.1."
+            )
         # Programs that XLA loads from the cache lose the order of their collectives, and processes mismatch them.
         jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _require_reachable_name(name: str) -> None:
-    """Raise a UserError if others cannot reach this machine by its own name, which gloo announces to them."""
-    if not cluster.local_address(name):
-        raise UserError(
-            f"This machine's name {name} does not resolve to an address that other machines can reach. Processes on "
-            f"CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of 127.0.1.1."
-        )
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------
@@ -138,9 +135,10 @@ def _bracketed(address: str) -> str:
 
 @contextlib.contextmanager
 def run(**flags: Any) -> Iterator[None]:
-    """Call `start` and `stop` around a block."""
+    """Call `start` and `stop` around a block, in which the log names the process."""
     try:
         start(**flags)
+        _name_process()
         yield
     except BaseException as error:
         stop(None if isinstance(error, SystemExit) and not error.code else error)
@@ -238,6 +236,39 @@ def at_exit() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+# --- Setup of every process -------------------------------------------------------------------------------------------
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs between runs, unless the user set JAX_COMPILATION_CACHE_DIR.
+
+    On GPUs a recompiled program may round differently, because matmul algorithms are autotuned.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        # A program compiled for one processor may not run on another that shares the home directory.
+        machine = hashlib.sha256("".join(_describe_processor()).encode()).hexdigest()[:12]
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory.root(), "xla", machine))
+
+
+def _describe_processor() -> list[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = {line for line in file if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    except OSError:
+        lines = set()
+    return [platform.machine(), *sorted(lines)]
+
+
+def _name_process() -> None:
+    """Make all processes but the first log only warnings and errors (or all, if debugging), with their index."""
+    if distributed.is_leader():
+        return
+    logger = logging.getLogger("t5x")
+    logger.setLevel(max(logger.level, logging.WARNING) if logger.level != logging.DEBUG else logging.DEBUG)
+    for handler in logger.handlers:
+        handler.setFormatter(MessageFormatter(f"[process {distributed.process_index()}] "))
 
 
 def keep_stdout_clean() -> None:

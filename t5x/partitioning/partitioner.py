@@ -318,6 +318,7 @@ class BasePartitioner:
         sharding = self.batch_sharding
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), sharding)
+        # `jax.make_array_from_process_local_data` refuses meshes on which processes read different numbers of rows.
         here = self._parts_here()
 
         def to_global(local: np.ndarray) -> jax.Array:

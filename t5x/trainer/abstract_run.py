@@ -98,11 +98,8 @@ def trace_run(
 
 def _used_by_metrics(cfg: DatasetConfig) -> list[str]:
     """Return the functions of a model that the metrics of the tasks need."""
-    used = set()
-    for function in (function for task in tasks_with_metrics(cfg) for function in task.metric_fns):
-        parameters = set(inspect.signature(function).parameters)
-        used |= {"score_batch"} if "scores" in parameters else {"predict_batch_with_aux"}
-    return sorted(used)
+    metrics = [inspect.signature(function) for task in tasks_with_metrics(cfg) for function in task.metric_fns]
+    return sorted({"score_batch" if "scores" in call.parameters else "predict_batch_with_aux" for call in metrics})
 
 
 def _unpacked(cfg: DatasetConfig | None) -> DatasetConfig | None:

@@ -177,6 +177,9 @@ class ActionStop:
         return f"{self.action} ends the run after step {self.step}" + (f": {self.reason}" if self.reason else "")
 
 
+ActionMapType = Mapping[ActionMode, Sequence[BaseAction]]
+
+
 class Actions:
     """All actions of a run.
 
@@ -184,7 +187,7 @@ class Actions:
       actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions}; None for no actions.
     """
 
-    def __init__(self, actions: Mapping[str, Sequence[BaseAction]] | Mapping[ActionMode, Sequence[BaseAction]] | None):
+    def __init__(self, actions: Mapping[str, Sequence[BaseAction]] | ActionMapType | None):
         self._actions: dict[str, list[BaseAction]] = {}
         for mode, listed in (actions or {}).items():
             name = mode.name if isinstance(mode, enum.Enum) else mode

@@ -133,16 +133,13 @@ class ExternalBatches(Iterator[Batch]):
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):
         self._batches = batches
-        self._iterator: Iterator[Batch] | None = None
+        self._iterator = numpy_batches(batches)
         self._taken = 0
-        self._kept: list[Batch] = []
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
     def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = iter(numpy_batches(self._batches))
         try:
-            batch = self._kept.pop() if self._kept else next(self._iterator)
+            batch = next(self._iterator)
         except StopIteration:
             raise UserError(
                 f"train.get_dataset_fn returned only {self._taken} batches. Repeat them in that function, or lower "
@@ -161,7 +158,7 @@ class ExternalBatches(Iterator[Batch]):
     def peek(self) -> Batch:
         """Return the next batch without consuming it."""
         batch = next(self)
-        self._kept.append(batch)
+        self._iterator = itertools.chain([batch], self._iterator)
         self._taken -= 1
         return batch
 
@@ -185,7 +182,7 @@ def as_loader(batches: Any) -> TrainLoader | ExternalBatches:
     return batches if hasattr(batches, "restore") else ExternalBatches(batches)
 
 
-def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterable[Batch]:
-    """Return batches of any library as NumPy arrays."""
-    batches = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else batches
-    return ({name: np.asarray(value) for name, value in batch.items()} for batch in batches)
+def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterator[Batch]:
+    """Yield batches of any library as NumPy arrays."""
+    for batch in batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else batches:
+        yield {name: np.asarray(value) for name, value in batch.items()}

@@ -32,6 +32,9 @@ class Stopped(Exception):
         self.exit_code = EXIT_CODES[signum]
 
 
+PreemptionError = Stopped  # T5X's name
+
+
 class Interrupted(Exception):
     """Raised between two batches of an evaluation if the run is to stop."""
 

@@ -108,12 +108,10 @@ class StateLayout:
         states = {} if self._optimizer_def is None else {"param_states": self.state_axes}
         return {"target": self.axes, "state": {"step": (), **states}}
 
-    def step_array(self, step: int) -> jax.Array:
-        return jax.make_array_from_callback((), self.partitioner.replicated, lambda _: np.asarray(step, np.int32))
-
     def state(self, step: int, params: Tree, param_states: Tree, flax_mutables: Tree) -> TrainState:
         """Return a state of this layout with these arrays."""
-        state = {"step": self.step_array(step), "param_states": param_states}
+        step_array = jax.make_array_from_callback((), self.partitioner.replicated, lambda _: np.asarray(step, np.int32))
+        state = {"step": step_array, "param_states": param_states}
         return self.abstract.restore_state({"target": params, "state": state, "flax_mutables": flax_mutables})
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:

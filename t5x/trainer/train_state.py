@@ -20,13 +20,16 @@ class TrainState:
 
     step: Any
     params: Tree
-    param_states: Tree
     params_axes: Tree
     flax_mutables: Tree
 
     @property
     def optimizer_def(self) -> OptimizerDef | None:
         return None
+
+    @property
+    def param_states(self) -> Tree:
+        return {}
 
     def replace(self, **updates: Any) -> Self:
         """Return the state with other values of its fields; `flax.struct.dataclass` defines it."""
@@ -53,7 +56,7 @@ class TrainState:
     def apply_gradient(
         self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
     ) -> "TrainState":
-        raise NotImplementedError
+        raise NotImplementedError("This state has no optimizer: create a FlaxOptimTrainState to train.")
 
     def as_logical_axes(self) -> "TrainState":
         raise NotImplementedError
@@ -151,10 +154,6 @@ class InferenceState(TrainState):
         """Return the initial state of a network's variables."""
         return cls(jnp.zeros((), jnp.int32), *split_variables(model_variables))
 
-    @property
-    def param_states(self) -> Tree:
-        return {}
-
     def restore_state(self, state_dict: Mapping[str, Any]) -> "InferenceState":
         mutables = like(self.flax_mutables, state_dict.get("flax_mutables", {}))
         params = like(self.params, state_dict["target"])
@@ -165,9 +164,6 @@ class InferenceState(TrainState):
 
     def replace_step(self, step: jax.Array) -> "InferenceState":
         return self.replace(step=step)
-
-    def apply_gradient(self, *args: Any, **kwargs: Any) -> "InferenceState":
-        raise NotImplementedError("An InferenceState has no optimizer: create a FlaxOptimTrainState to train.")
 
     def as_logical_axes(self) -> "InferenceState":
         """Return the state with the logical axes of its arrays, and None for the step."""

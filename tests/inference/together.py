@@ -20,7 +20,7 @@ from t5x.cli.file_options import FileEvaluation
 from t5x.data.dataset_config import DatasetConfig
 from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
-from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
+from t5x.partitioning import PjitPartitioner, multiprocess
 from t5x.runs.infer import infer
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         list_steps = paths.list_steps
         paths.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
         work(directory, directory / f"of-{count}")
 

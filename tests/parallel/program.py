@@ -20,7 +20,7 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.optimizers.adafactor import Adafactor
 from t5x.optimizers.schedules import create_learning_rate_scheduler
-from t5x.partitioning import PjitPartitioner, distributed, multiprocess, process_setup
+from t5x.partitioning import PjitPartitioner, distributed, multiprocess
 from t5x.runs.train import train
 from tests.chaos.tasks import VOCABULARY
 from tests.parallel.settings import Setting
@@ -75,9 +75,8 @@ def main() -> None:
     settings = [Setting(**job["setting"]) for job in jobs]
     (processes,) = {setting.processes for setting in settings}
     startup.configure_logging(debug=False)
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=processes, process_index=index):
-        process_setup.name_process()
         assert jax.device_count() == settings[0].devices, jax.devices()
         for job, setting in zip(jobs, settings, strict=True):
             run(setting, job["model_dir"], job["total_steps"])

@@ -59,11 +59,11 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 # A process that is alone, as a command starts it; its library writes past Python.
 ALONE = """
 import os
-from t5x.cli.verbs import arguments
+from t5x.cli import options
 from t5x.cli.parser import VerbParser
 parser = VerbParser('test')
-arguments.add_processes(parser)
-with arguments.processes(parser.parse_args([])):
+options.add_processes(parser)
+with options.processes(parser.parse_args([])):
     os.write(1, b"NCCL INFO\\n")
     print("data")
     if os.environ["PYTHONUNBUFFERED"]:

@@ -32,11 +32,11 @@ MESHES = [
 RUN = """
 import json, sys
 import gin
-from t5x.cli import main as cli
+from t5x.cli import main
 for args in json.load(sys.stdin):
     gin.clear_config()
     print("=====", file=sys.stderr, flush=True)
-    assert cli.run_verb(args[0], args[1:]) == 0
+    assert main.run_verb(args[0], args[1:]) == 0
     directory = next(arg.partition("=")[2] for arg in args if arg.startswith("--gin.MODEL_DIR"))
     print(open(f"{directory}/model-info.txt").read(), file=sys.stderr, flush=True)
 """

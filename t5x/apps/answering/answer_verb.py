@@ -78,7 +78,7 @@ def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from t5x.apps.answering.answers import Answer, AnswerMethods
     from t5x.inference import loaded
     from t5x.partitioning import distributed
-    from t5x.partitioning.process_setup import enable_compilation_cache
+    from t5x.partitioning.multiprocess import enable_compilation_cache
 
     enable_compilation_cache()
     model = loaded.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype, model_class=AnswerMethods)

@@ -71,9 +71,9 @@ def cache_findings() -> Iterator[Finding]:
     """Report where compiled programs are kept."""
     import jax
 
-    from t5x.partitioning import process_setup
+    from t5x.partitioning import multiprocess
 
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     directory = jax.config.values["jax_compilation_cache_dir"]
     if not jax.config.values["jax_enable_compilation_cache"]:
         yield warning("The compilation cache is disabled.", "Unset JAX_ENABLE_COMPILATION_CACHE.")

@@ -23,7 +23,7 @@ from t5x.apps.serving.served_models import ServedModels
 from t5x.apps.serving.server_metrics import ServerMetrics
 from t5x.apps.serving.settings import LOOPBACK, ServerSettings
 from t5x.inference.loaded import BATCH_SIZE
-from t5x.partitioning import process_setup
+from t5x.partitioning import multiprocess
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def serve(
       tls_cert, tls_key: PEM files for HTTPS.
       model_options: `vocabulary` and `dtype`, see `t5x.load`.
     """
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     _allow_many_connections()
     metrics = ServerMetrics()
 

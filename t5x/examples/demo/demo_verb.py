@@ -23,9 +23,9 @@ def run(args: argparse.Namespace) -> None:
     """Train, resume or reuse the demo in --model_dir, and print some of its answers."""
     from t5x import configuration
     from t5x._runtime import startup
-    from t5x.partitioning import process_setup
+    from t5x.partitioning import multiprocess
 
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     import gin
 
     from t5x import checkpoints

@@ -37,7 +37,7 @@ import numpy as np
 from t5x.apps.planning.workload import SIZES, Workload
 from t5x.kernels.gpu_ops import GpuOps
 from t5x.partitioning import devices
-from t5x.partitioning.process_setup import enable_compilation_cache
+from t5x.partitioning.multiprocess import enable_compilation_cache
 
 H200 = SimpleNamespace(
     platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", client=SimpleNamespace(platform_version="cuda")

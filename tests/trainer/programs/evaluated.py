@@ -17,7 +17,7 @@ from t5x.data.loader import train_loader
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.optimizers.adafactor import Adafactor
-from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
+from t5x.partitioning import PjitPartitioner, multiprocess
 from t5x.runs.train import train
 from t5x.trainer.datasets import ShardInfo
 from tests.chaos.tasks import VOCABULARY
@@ -72,9 +72,8 @@ def run(model_dir: Path) -> None:
 def main() -> None:
     model_dir, index, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     startup.configure_logging(debug=False)
-    process_setup.enable_compilation_cache()
+    multiprocess.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=2, process_index=index):
-        process_setup.name_process()
         run(model_dir)
 
 
