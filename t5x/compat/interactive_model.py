@@ -11,9 +11,6 @@
 For inference only, `t5x.load` is simpler.
 """
 
-
-# ruff: noqa: F401
-
 import enum
 import functools
 import itertools
@@ -42,7 +39,6 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.example_order import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import check_split, task_rates
-from t5x.inference.t5x_api import _extract_tokens_and_aux_values
 from t5x.models import BaseTransformerModel
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner

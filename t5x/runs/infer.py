@@ -21,7 +21,6 @@ from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
-from t5x.inference.t5x_api import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
 from t5x.inference.task_examples import TaskExamples, create_task_from_tfexample_file, identity
 from t5x.inference.task_inference import (
     TaskJob,
