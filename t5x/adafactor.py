@@ -1,3 +1,5 @@
 """T5X's `t5x.adafactor`; see `t5x.optimizers.adafactor`."""
 
 from t5x.optimizers.adafactor import *  # noqa: F403
+from t5x.optimizers.protocol import OptimizerDef as OptimizerDef
+from t5x.optimizers.protocol import OptimizerState as OptimizerState
