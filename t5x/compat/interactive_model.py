@@ -12,7 +12,6 @@ For inference only, `t5x.load` is simpler.
 """
 
 import enum
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +108,6 @@ TextExample = str | Mapping[str, Any]
 Batch = Sequence[TextExample]
 Batches = Batch | Sequence[Batch]
 
-SPLITS = ("train", "validation")
 MetricFn = Callable[..., Mapping[str, Any]]
 
 DEFAULT_PREPROCESSORS = (preprocessors.tokenize, preprocessors.append_eos_after_trim)
@@ -447,8 +445,8 @@ def get_dataset_from_natural_text_examples(
     """Return the preprocessed examples: a list, not yet truncated; with features of seqio, a tf.data.Dataset."""
     if not all(isinstance(feature, Feature) for feature in features.values()):
         return _seqio_dataset(_pairs(examples), preprocessors, task_feature_lengths, features)
-    source = source_of(examples)
-    pipeline = Pipeline("examples", source, "train", without_seqio(preprocessors), features, task_feature_lengths)
+    steps = without_seqio(preprocessors)
+    pipeline = Pipeline("examples", source_of(examples), "train", steps, features, task_feature_lengths)
     return [example for index in range(len(pipeline)) for example in pipeline.outputs(0, index)]
 
 
@@ -502,15 +500,15 @@ def get_batches_from_seqio(
                 f"Split {split!r} of {task_or_mixture.name!r} has fewer than {num_batches} batches of {batch_size}: "
                 f"task {task.name!r} ended after {len(examples)} examples. Ask for fewer."
             )
-        value = functools.partial(_text if get_pretokenized_examples else _ids, task, example)
-        examples.append({"input": value("inputs"), "target": value("targets")})
+        inputs, targets = (_value(task, example, name, get_pretokenized_examples) for name in ("inputs", "targets"))
+        examples.append({"input": inputs, "target": targets})
     return [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
 
 
 def source_of(examples: Batch) -> FunctionDataSource:
     """Return a source of the examples as {"inputs", "targets"}, with the same examples in every split."""
     pairs = _pairs(examples)
-    return FunctionDataSource(lambda split: pairs, splits=SPLITS)
+    return FunctionDataSource(lambda split: pairs, splits=("train", "validation"))
 
 
 def _pairs(examples: Batch) -> list[dict[str, Any]]:
@@ -558,10 +556,9 @@ def _examples(task: Task, split: str, lengths: Mapping[str, int] | None, shuffle
         yield from pipeline.outputs(*order(position))
 
 
-def _text(task: Task, example: Example, feature: str) -> Any:
+def _value(task: Task, example: Example, feature: str, as_text: bool) -> Any:
+    """Return a feature as text, if possible that before tokenization, or as ids."""
+    if not as_text:
+        return np.asarray(example[feature]).tolist()
     text = example.get(f"{feature}_pretokenized")
     return task.output_features[feature].vocabulary.decode(example[feature]) if text is None else text
-
-
-def _ids(task: Task, example: Example, feature: str) -> list[int]:
-    return np.asarray(example[feature]).tolist()
