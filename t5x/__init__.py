@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("EPATH_USE_TF", "false")
 
 
+# Modules that are attributes after `import t5x` alone, as in T5X.
+_MODULES = (
+    "adafactor", "checkpoints", "config_utils", "decoding", "errors", "gin_utils", "losses", "models", "partitioning",
+    "state_utils", "train_state", "trainer", "utils",
+)  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        import importlib
+
+        return importlib.import_module(f"t5x.{name}")
     if name not in ("Generation", "Model", "load", "pipeline"):
         raise AttributeError(f"module 't5x' has no attribute {name!r}")
     from t5x._runtime.signals import delay_interrupts

@@ -2,3 +2,4 @@
 
 from t5x.optimizers.adafactor import *  # noqa: F403
 from t5x.optimizers.adafactor import _AdafactorHyperParams, _AdafactorParamState  # noqa: F401
+from t5x.optimizers.protocol import OptimizerDef, OptimizerState  # noqa: F401

@@ -1,12 +1,10 @@
 """`t5x eval`: its arguments and the call of its entry point."""
 
 import argparse
-from typing import Any
 
-from t5x._runtime.errors import UserError
 from t5x.cli import file_options
 from t5x.cli.file_options import FileEvaluation
-from t5x.cli.options import add_gin, flags, job_process, refuse_gin, run_gin
+from t5x.cli.options import add_gin, job_process, refuse_gin, run_gin
 from t5x.cli.parser import VerbParser, passed_options
 
 _FROM_FILE = "--model runs/mine --data test.tsv"
@@ -31,8 +29,14 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if options := passed_options(args, FileEvaluation):
-        results = _eval_file(args, options)
+    if passed := passed_options(args, FileEvaluation):
+        options = file_options.parsed(args, FileEvaluation)
+        refuse_gin(args)
+        with job_process(args):
+            from t5x.cli.file_evaluation import evaluate_file
+
+            command = file_options.command("eval", {"model": options.model, **passed})
+            results = evaluate_file(options, command=command)
     else:
         from t5x.runs.eval import evaluate
 
@@ -45,14 +49,3 @@ def run(args: argparse.Namespace) -> None:
 
     if jax.process_index() == 0:
         print_results(results, as_json=args.json)
-
-
-def _eval_file(args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    if missing := [name for name in ("model", "data") if name not in options]:
-        raise UserError(f"{flags(options)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
-    refuse_gin(args)
-    with job_process(args):
-        from t5x.cli.file_evaluation import evaluate_file
-
-        command = file_options.command("eval", {"model": options["model"], **options})
-        return evaluate_file(FileEvaluation(**options), command=command)

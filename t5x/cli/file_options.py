@@ -8,7 +8,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from t5x._runtime.errors import UserError, check_at_least
 from t5x.cli.options import DTYPE, flags
@@ -132,22 +132,21 @@ class FileEvaluation(FileOptions):
             raise UserError("--wait_until_step follows the checkpoints of a run: add --all.")
 
 
+Options = TypeVar("Options", bound=FileOptions)
+
+
 def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> None:
     """Add a group with these options."""
     add_options(parser.add_argument_group(title), options, first=("data", "model", "valid"))
 
 
-def check(args: argparse.Namespace) -> FileTraining:
-    """Return the options of `t5x train --data`. Raise a UserError if they are incomplete or mixed with gin files."""
-    options = passed_options(args, FileTraining)
-    if "data" not in options:
-        raise UserError(f"{flags(options)} needs --data. A run with gin files sets gin parameters instead.")
-    if args.gin_file or args.modules:
-        refused = "--gin_file" if args.gin_file else "--import"
-        raise UserError(f"--data cannot be combined with {refused}. Single gin values (--gin.NAME=VALUE) are possible.")
-    if missing := [name for name in ("model_dir", "steps") if name not in options]:
-        raise UserError(f"--data needs {flags(missing)}, for example --model_dir runs/my_run --steps 1000.")
-    return FileTraining(**options)
+def parsed(args: argparse.Namespace, options: type[Options]) -> Options:
+    """Return these options of a verb. Raise a UserError if some are missing."""
+    passed = passed_options(args, options)
+    required = [field.name for field in dataclasses.fields(options) if field.default is _REQUIRED]
+    if missing := [name for name in required if name not in passed]:
+        raise UserError(f"{flags(passed)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
+    return options(**passed)
 
 
 def write_command(directory: str, command: str) -> None:

@@ -9,6 +9,7 @@ if os.path.basename(sys.argv[0]) in ("t5x", "-m"):
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ninterrupted\n"), os._exit(130)))
 
 import contextlib
+import enum
 import errno
 import gc
 from collections.abc import Callable, Sequence
@@ -68,6 +69,33 @@ def main_of(verb: str, argv: Sequence[str] | None = None) -> NoReturn:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != PACKAGE]
     _search_working_directory_last()
     sys.exit(run_verb(verb, sys.argv[1:] if argv is None else argv, _end))
+
+
+class RunMode(enum.Enum):
+    """What `--run_mode` may be: the verb of the same name."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    INFER = "infer"
+    PRECOMPILE = "precompile"
+    EXPORT = "export"
+
+
+def run_mode_main(argv: Sequence[str]) -> NoReturn:
+    """Run the verb that `--run_mode` names with the other arguments, as T5X's `main.py` does, and exit.
+
+    Args:
+      argv: name of the program, then arguments.
+    """
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="main.py", usage="main.py --run_mode=MODE [options]", allow_abbrev=False)
+    parser.add_argument(
+        "--run_mode", required=True, choices=[mode.value for mode in RunMode],
+        help="the verb to run; `t5x MODE --help` shows its options",
+    )  # fmt: skip
+    args, verb_argv = parser.parse_known_args(argv[1:])
+    main_of(args.run_mode, verb_argv)
 
 
 def _search_working_directory_last() -> None:

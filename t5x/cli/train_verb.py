@@ -70,7 +70,10 @@ def run(args: argparse.Namespace) -> None:
         if args.dry_run:
             trace_configured_run(train)
         return
-    options = file_options.check(args)
+    if "data" in passed and (args.gin_file or args.modules):
+        refused = "--gin_file" if args.gin_file else "--import"
+        raise UserError(f"--data cannot be combined with {refused}. Single gin values (--gin.NAME=VALUE) are possible.")
+    options = file_options.parsed(args, FileTraining)
     from t5x.cli.file_training import train_file
 
     work_begins()

@@ -36,7 +36,7 @@ VERBS = {
     "completion": ("t5x.cli.completion_verb", "print the completion of verbs and options for bash, zsh or fish"),
 }
 # Programs under t5x/scripts/ that run like a verb, but are not one.
-SCRIPTS = {"convert-tf-checkpoint": "t5x.compat.convert_tf_checkpoint"}
+SCRIPTS = {"convert-tf-checkpoint": "t5x.scripts.convert_tf_checkpoint"}
 # {name in gin files: the function that a verb configures and calls}
 GIN_ENTRY_POINTS = {
     "train": "t5x.runs.train:train",

@@ -54,7 +54,7 @@ LogitCallback = Callable[[jax.Array, StateView], jax.Array]
 
 
 _BLOCK = 128  # tokens per block in `top_k`; vocabulary sizes are multiples of it
-_SHARED_CACHE_ENTRIES = ("cached_bias", "position_embedder_index")  # T5X's cache entries without a row axis
+SHARED_CACHE_ENTRIES = ("cached_bias", "position_embedder_index")  # T5X's cache entries without a row axis
 
 
 def start_from_prompts(
@@ -92,7 +92,7 @@ def map_cache(function: Callable[[jax.Array], jax.Array], cache: Any, rows: int,
 
     def map_entry(path: tuple, leaf: jax.Array) -> jax.Array:
         shared = leaf.ndim <= axis or leaf.shape[axis] != rows
-        if shared or (path and getattr(path[-1], "key", None) in _SHARED_CACHE_ENTRIES):
+        if shared or (path and getattr(path[-1], "key", None) in SHARED_CACHE_ENTRIES):
             return leaf
         return function(leaf)
 

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 
 from t5x.decoding import sampling
 from t5x.decoding.sampling import temperature_sample
-from t5x.decoding.state import NEG_INF, take_beams, top_k
-
-_NOT_EXPANDED = ("cached_bias", "position_embedder_index")
+from t5x.decoding.state import NEG_INF, SHARED_CACHE_ENTRIES, take_beams, top_k
 
 
 def add_beam_dim(x: jax.Array, beam_size: int, offset: int = 0) -> jax.Array:
@@ -51,7 +49,7 @@ def cache_map(fn: Callable[[jax.Array], jax.Array], cache: Any, apply_to_index: 
       apply_to_index: whether `cache_index` has them too, as in a cache that was filled by prompts of several lengths.
     """
     flat = flax.traverse_util.flatten_dict(cache)
-    skipped = _NOT_EXPANDED if apply_to_index else ("cache_index", *_NOT_EXPANDED)
+    skipped = SHARED_CACHE_ENTRIES if apply_to_index else ("cache_index", *SHARED_CACHE_ENTRIES)
     return flax.traverse_util.unflatten_dict({path: x if path[-1] in skipped else fn(x) for path, x in flat.items()})
 
 

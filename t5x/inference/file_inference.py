@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from t5x.partitioning import distributed
 
 log = logging.getLogger(__name__)
 
-MODES = ("predict", "score")
 BATCHES_A_CHUNK = 16
 
 
@@ -31,7 +30,7 @@ def infer_file(
     input_path: str,
     output: str = "-",
     *,
-    mode: str = "predict",
+    mode: Literal["predict", "score"] = "predict",
     inputs: str | None = None,
     targets: str | None = None,
     prefix: str | None = None,
@@ -44,7 +43,7 @@ def infer_file(
     shard_id: int = 0,
     output_ids: bool = False,
     overwrite: bool = False,
-    long: str = "truncate",
+    long: Literal["truncate", "error"] = "truncate",
     vocabulary: str | None = None,
     dtype: str | None = None,
     seed: int | None = None,
@@ -79,10 +78,6 @@ def infer_file(
         "--", max_length=max_length, max_input_length=max_input_length, batch_size=batch_size,
         checkpoint_period=checkpoint_period, num_shards=num_shards, shard_id=shard_id,
     )  # fmt: skip
-    if mode not in MODES:
-        raise UserError(f"--mode is {mode!r}: it must be one of {', '.join(MODES)}.")
-    if long not in ("truncate", "error"):
-        raise UserError(f"--long is {long!r}: it must be truncate or error.")
     if seed is not None and not 0 <= seed < 1 << 32:
         raise UserError(f"--seed is {seed}: it must be 0 to {(1 << 32) - 1}.")
     for_predictions = {"max_length": max_length, "seed": seed, "output_ids": output_ids or None, **decoding}

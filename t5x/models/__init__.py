@@ -14,14 +14,12 @@ from t5x.models.base import (
     Batch,
     DecoderParams,
     Params,
-    get_input_vocabulary,
-    get_output_vocabulary,
-)
-from t5x.models.base_metrics import (
     compute_base_metrics,
     compute_metrics,
     compute_weighted_accuracy,
     count_packed_examples,
+    get_input_vocabulary,
+    get_output_vocabulary,
 )
 from t5x.models.decoder_only import DecoderOnlyModel
 from t5x.models.encoder_decoder import EncoderDecoderModel

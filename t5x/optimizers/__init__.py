@@ -18,13 +18,15 @@ from t5x._runtime.imports import lazy_attributes
 # Inference needs only the protocol, without Optax.
 _MODULES = {
     "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze"),
-    "optax_state": ("OptaxStatePartitionRules",),
     "optax_wrapper": (
         "OptaxWrapper", "adabelief", "adagrad", "adam", "adamw", "chain", "dpsgd", "fromage", "lamb", "lars", "lion",
         "muon", "noisy_sgd", "radam", "rmsprop", "sgd", "wrap_optax_optimizer", "yogi",
     ),
     "patterns": ("weight_decay_mask",),
-    "protocol": ("Optimizer", "OptimizerDef", "OptimizerDefType", "OptimizerState", "OptimizerType", "trained"),
+    "protocol": (
+        "OptaxStatePartitionRules", "Optimizer", "OptimizerDef", "OptimizerDefType", "OptimizerState", "OptimizerType",
+        "trained",
+    ),
     "schedules": ("applied_schedule",),
 }  # fmt: skip
 __all__ = sorted(name for names in _MODULES.values() for name in names)

@@ -24,19 +24,7 @@ from jax.typing import DTypeLike
 from t5x._runtime.errors import ArgumentError
 from t5x.kernels.choice import ops
 from t5x.optimizers.patterns import path_of, paths_in
-from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
-
-__all__ = [
-    "HEURISTIC_RULE",
-    "Adafactor",
-    "FactorDim",
-    "HParamMap",
-    "HeuristicRule",
-    "OptimizerDef",
-    "OptimizerState",
-    "factor_name_to_factordim",
-    "standard_logical_factor_rules",
-]
+from t5x.optimizers.protocol import Optimizer, TreeOptimizer
 
 
 class FactorDim(enum.Enum):

@@ -9,7 +9,7 @@ import optax
 from optax import contrib
 
 from t5x._runtime.errors import UserError
-from t5x.optimizers import optax_state
+from t5x.optimizers import protocol
 from t5x.optimizers.patterns import path_of
 from t5x.optimizers.protocol import TreeOptimizer
 from t5x.optimizers.schedules import Rate, Schedule, as_schedule, rates_in, unknown_rate
@@ -59,20 +59,20 @@ class OptaxWrapper(TreeOptimizer):
         return max(counts, default=None)
 
     def init_param_states(self, params: Tree, axes: Tree) -> Tree:
-        return optax_state.without_keys(self.transformation(1.0, axes).init(params))
+        return protocol.without_keys(self.transformation(1.0, axes).init(params))
 
     def init(self, params: Tree, axes: Tree) -> Tree:
         return self.to_stored(self.init_param_states(params, axes))
 
     def to_stored(self, param_states: Tree) -> Tree:
-        return optax_state.to_tree(param_states)
+        return protocol.to_tree(param_states)
 
     def from_stored(self, stored: Tree, param_states: Tree) -> Tree:
-        return optax_state.from_tree(stored, param_states)
+        return protocol.from_tree(stored, param_states)
 
     def state_axes(self, params: Tree, axes: Tree) -> Tree:
         state = jax.eval_shape(lambda p: self.init(p, axes), params)
-        return optax_state.state_axes(state, params, axes)
+        return protocol.state_axes(state, params, axes)
 
     def update(
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
@@ -80,9 +80,9 @@ class OptaxWrapper(TreeOptimizer):
         """Take one step; see `t5x.optimizers.OptimizerDef`."""
         template = jax.eval_shape(self.transformation(1.0, axes).init, params)
         transformation = self.transformation(learning_rate, axes)
-        before = optax_state.with_keys(optax_state.from_tree(state, template), template)
+        before = protocol.with_keys(protocol.from_tree(state, template), template)
         updates, new = transformation.update(grads, before, params)
-        return optax.apply_updates(params, updates), self.to_stored(optax_state.without_keys(new))
+        return optax.apply_updates(params, updates), self.to_stored(protocol.without_keys(new))
 
 
 def wrap_optax_optimizer(

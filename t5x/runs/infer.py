@@ -21,13 +21,14 @@ from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
-from t5x.inference.t5x_api import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
-from t5x.inference.task_examples import TaskExamples, create_task_from_tfexample_file, identity
 from t5x.inference.task_inference import (
+    TaskExamples,
     TaskJob,
     TaskOutput,
     batch_function,
+    create_task_from_tfexample_file,
     merge_chunks_to_file,
+    task_identity,
     write_inferences_to_file,
 )
 from t5x.models import BaseTransformerModel
@@ -129,7 +130,8 @@ def infer(
         "configuration": hashlib.sha256(configuration.config_str().encode()).hexdigest()[:16],
     }  # fmt: skip
     jobs = distributed.decide(
-        "inference/jobs", lambda: [{**settings, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
+        "inference/jobs",
+        lambda: [{**settings, "task": task.name, **task_identity(task, dataset_cfg)} for task in tasks],
     )
     require_same_data(dataset_cfg)
     names = [f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}" for task in tasks]

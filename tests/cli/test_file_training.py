@@ -388,7 +388,7 @@ def test_the_command_can_be_typed_again():
         "--data", "my file.tsv", "--steps", "3", "--skip_bad_examples", "--model_dir", "run", "--size", "small"
     )
     expected = {"data": "my file.tsv", "steps": 3, "model_dir": "run", "skip_bad_examples": True, "size": "small"}
-    assert file_options.check(args) == FileTraining(**expected)
+    assert file_options.parsed(args, FileTraining) == FileTraining(**expected)
     options = "--data 'my file.tsv' --size small --model_dir run --steps 3 --skip_bad_examples"
     command = file_options.command("train", passed_options(args, FileTraining), args.gin_bindings)
     assert command.startswith(f"t5x train {options} ")
@@ -399,9 +399,9 @@ def test_options_and_gin_files_are_not_mixed(files, run_here):
     done = run_here("train", "--data", files["data"], "--gin_file=x.gin")
     done.refused("--data", "--gin_file")
     with pytest.raises(UserError, match="--steps needs --data"):
-        file_options.check(parsed("--steps", "3"))
+        file_options.parsed(parsed("--steps", "3"), FileTraining)
     with pytest.raises(UserError, match="--data needs --model_dir, --steps"):
-        file_options.check(parsed("--data", "x"))
+        file_options.parsed(parsed("--data", "x"), FileTraining)
 
 
 def test_import_comes_before_the_gin_files(tmp_path, run_here):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x.cli import run_modes
+from t5x.cli.main import run_mode_main
 from t5x.cli.parser import parser_of
 from tests.support import programs
 
@@ -92,7 +92,7 @@ def test_check_accepts_a_part_for_other_files(run_here):
 
 
 def run_mode(mode, arguments):
-    run_modes.main(["main.py", f"--run_mode={mode}", "--alsologtostderr", *arguments])
+    run_mode_main(["main.py", f"--run_mode={mode}", "--alsologtostderr", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_main_runs_the_mode(run_here, monkeypatch, mode, arguments):
 
 def test_main_needs_a_mode(capsys):
     with pytest.raises(SystemExit) as ended:
-        run_modes.main(["main.py", DATES])
+        run_mode_main(["main.py", DATES])
     assert ended.value.code == 2
     assert "--run_mode" in capsys.readouterr().err
 

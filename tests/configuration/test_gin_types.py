@@ -12,7 +12,6 @@ import pytest
 
 from t5x import configuration
 from t5x.apps.exporting.t5x_api import save
-from t5x.compat.convert_tf_checkpoint import convert_checkpoint
 from t5x.configuration import names
 from t5x.configuration import state as states
 from t5x.configuration.values import describe, parameters_of
@@ -21,6 +20,7 @@ from t5x.runs.eval import evaluate
 from t5x.runs.infer import infer
 from t5x.runs.precompile import precompile
 from t5x.runs.train import train
+from t5x.scripts.convert_tf_checkpoint import convert_checkpoint
 from tests.support import programs
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.inference.engine import Engine
 from t5x.inference.jobs import JobProgress
 from t5x.inference.loaded import LoadedModel
-from t5x.inference.task_examples import IndexedExample, TaskExamples
-from t5x.inference.task_inference import TaskJob
+from t5x.inference.task_inference import IndexedExample, TaskExamples, TaskJob
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
 from t5x.partitioning import PjitPartitioner
