@@ -40,7 +40,7 @@ def fits(param: jax.Array) -> bool:
         return param.size % _CHUNK == 0 and 0 < param.size <= _MAX_VECTOR
     if param.ndim != 2 or any(size % _MIN_BLOCK for size in param.shape):
         return False
-    grid = _grid(param.shape, _block(param.shape))
+    _, grid = _blocks_and_grid(param.shape)
     return max(grid) <= _MAX_BLOCKS_ALONG and 0 < math.prod(grid) <= _MAX_BLOCKS
 
 
@@ -102,8 +102,7 @@ def update_matrix(
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
     """
     shape = param.shape
-    block = _block(shape)
-    grid = _grid(shape, block)
+    block, grid = _blocks_and_grid(shape)
     array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
     tile = pl.BlockSpec(block, lambda i, j: (i, j))
     along = pl.BlockSpec(block[:1], lambda i, j: (i,)), pl.BlockSpec(block[1:], lambda i, j: (j,))
@@ -179,12 +178,10 @@ def update_matrix(
     return new, vectors[row_axis], vectors[1 - row_axis]
 
 
-def _block(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.gcd(shape[0], _BLOCK[0]), math.gcd(shape[1], _BLOCK[1])
-
-
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    return shape[0] // block[0], shape[1] // block[1]
+def _blocks_and_grid(shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shape of a block, and the number of blocks along both axes."""
+    block = math.gcd(shape[0], _BLOCK[0]), math.gcd(shape[1], _BLOCK[1])
+    return block, (shape[0] // block[0], shape[1] // block[1])
 
 
 def _scale(rate: Any, param_square: Any, step_square: Any, settings: KernelSettings) -> Any:

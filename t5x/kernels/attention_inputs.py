@@ -70,6 +70,11 @@ class Mask(Preparable):
         return allowed
 
 
+def segments_of(real: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Return which example of its row a token belongs to, int [batch, length]; 0 is padding."""
+    return real.astype(jnp.int32) if segment_ids is None else jnp.where(real, segment_ids, 0)
+
+
 def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128) -> np.ndarray:
     """Return the bucket of each distance (key position minus query position).
 

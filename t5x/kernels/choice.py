@@ -8,8 +8,8 @@ import contextvars
 import functools
 from collections.abc import Iterator
 
-from t5x.kernels import gpu_ops, tpu_ops
-from t5x.kernels.ops import CpuOps, Hardware, Ops
+from t5x.kernels import gpu_ops
+from t5x.kernels.ops import CpuOps, Hardware, Ops, TpuOps
 
 
 @functools.cache
@@ -19,7 +19,7 @@ def choose(hardware: Hardware) -> Ops:
         has_kernels = hardware.is_nvidia and hardware.capability >= 8.0
         is_hopper = has_kernels and int(hardware.capability) == 9
         return (gpu_ops.HopperOps if is_hopper else gpu_ops.TritonOps if has_kernels else gpu_ops.GpuOps)(hardware)
-    return {"cpu": CpuOps, "tpu": tpu_ops.TpuOps}.get(hardware.platform, Ops)(hardware)
+    return {"cpu": CpuOps, "tpu": TpuOps}.get(hardware.platform, Ops)(hardware)
 
 
 _active: contextvars.ContextVar[Ops | None] = contextvars.ContextVar("ops", default=None)

@@ -7,14 +7,14 @@ jitted so that equal calls, one per layer, are traced and lowered once.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+
+from t5x.kernels.ops import ACTIVATIONS, multiply_gates
 
 _GATE_VALUES, _GATE_COLUMNS = 4096, 1024  # of a block, at most
 _GATE_GRADIENT_VALUES, _GATE_GRADIENT_COLUMNS = 2048, 2048
@@ -40,14 +40,7 @@ def _gelu_sigmoid(x: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + jnp.exp2(-2.3022082 * (x + 0.044715 * x * x * x)))  # y is sqrt(2 / pi) (x + 0.044715 x**3)
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": _gelu,
-    "linear": lambda x: x,
-    "relu": lambda x: jnp.maximum(x, 0.0),
-    "sigmoid": nn.sigmoid,
-    "silu": nn.silu,
-    "tanh": jnp.tanh,
-}
+_ACTIVATIONS = ACTIVATIONS | {"gelu": _gelu, "relu": lambda x: jnp.maximum(x, 0.0)}
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -119,8 +112,7 @@ def _drop(x: jax.Array, factor_ref: Any) -> jax.Array:
 
 
 def _product(activations: tuple[str, ...], values: Any) -> jax.Array:
-    parts = (ACTIVATIONS[name](value) for name, value in zip(activations, values, strict=True))
-    return functools.reduce(jnp.multiply, parts)
+    return multiply_gates([_ACTIVATIONS[name] for name in activations], values)
 
 
 def _call_gate(kernel, parts, factors, others, out_spec, out_shape, block, interpret):

@@ -146,19 +146,14 @@ def _forward(
     query, key, value, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q] or [batch, heads, 1, q]."""
-    call = _call(query, key, bias, mask, plan, "forward")
+    call = _call(query, key, value, bias, mask, plan, "forward")
     if plan.target == "hopper":
         from t5x.kernels import flash_hopper as hopper
 
         strip, _, q_codes, k_codes, ranges = call.shared()
         return hopper.forward(query, key, value, strip, q_codes, k_codes, ranges, plan.rules)
-    return call(
-        functools.partial(kernels.forward_kernel, rules=plan.rules, block=call.block, grid=call.grid),
-        (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs()),
-        (query, key, value, *call.shared()),
-        (call.q_block(), call.q_vector()),
-        (_like(query), _float32(*call.vector_shape)),
-    )
+    out_shape = _like(query), _float32(*call.vector_shape)
+    return call(kernels.forward_kernel, (), (), (call.q_block(), call.q_vector()), out_shape)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -176,7 +171,7 @@ def _backward(query, key, value, bias: PreparedBias | None, mask: PreparedMask, 
 
 def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: BlockPlan):
     """Return the gradient of query, delta, that of far logits [batch, heads, 2, q], and on TPUs that of the tiles."""
-    call = _call(query, key, bias, mask, plan, "query")
+    call = _call(query, key, value, bias, mask, plan, "query")
     block = call.block
     far = far_shape = tiles = tiles_shape = None
     if bias is not None:
@@ -187,36 +182,30 @@ def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: Blo
             tiles = call.spec((None, *shape), lambda i, b, h: (h, 0, 0, 0))
             tiles_shape = _float32(call.heads, *shape)
     return call(
-        functools.partial(
-            kernels.query_gradient_kernel, rules=plan.rules, block=block, bias_block=plan.blocks.bias, grid=call.grid
-        ),
-        (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs(), call.q_block(), call.q_vector(),
-         call.q_block()),
-        (query, key, value, *call.shared(), out, lse, gradient),
+        functools.partial(kernels.query_gradient_kernel, bias_block=plan.blocks.bias),
+        (call.q_block(), call.q_vector(), call.q_block()),
+        (out, lse, gradient),
         (call.q_block(), call.q_vector(), far, tiles),
         (_like(query), _float32(*call.vector_shape), far_shape, tiles_shape),
-    )  # fmt: skip
+    )
 
 
 def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: BlockPlan):
     """Return the gradients of key and value."""
-    call = _call(query, key, bias, mask, plan, "key")
+    call = _call(query, key, value, bias, mask, plan, "key")
     return call(
-        functools.partial(
-            kernels.key_gradient_kernel, rules=plan.rules, block=call.block, grid=call.grid, groups=call.groups
-        ),
-        (call.q_row(), call.k_block(), call.k_block(), *call.shared_specs(), call.q_vectors(), call.q_vectors(),
-         call.q_row()),
-        (query, key, value, *call.shared(), lse, delta, gradient),
+        functools.partial(kernels.key_gradient_kernel, groups=call.groups),
+        (call.q_vectors(), call.q_vectors(), call.q_row()),
+        (lse, delta, gradient),
         (call.k_block(), call.k_block()),
         (_like(key), _like(value)),
-    )  # fmt: skip
+    )
 
 
 def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: BlockPlan) -> jax.Array:
     """Return the gradient of the tiles [heads, tiles, q, k] of the bias block, on GPUs."""
     batch, q_length, heads, width = query.shape
-    call = _call(query, key, bias, mask, plan, "bias")
+    call = _call(query, key, value, bias, mask, plan, "bias")
     block, tiles, tile_bias = call.block, plan.rules.tiles(call.block), bias.tiles.bias
     visits, ends, q_codes, k_codes = mask.visits, mask.ends, mask.q_codes, mask.k_codes
     parts = max(1, min(visits.shape[1], _BIAS_PROGRAMS // (heads * tiles.count)))
@@ -261,8 +250,10 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _call(query, key, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str) -> "_KernelCall":
-    return (_TpuCall if plan.target == "tpu" else _KernelCall)(query, key, bias, mask, plan, kernel)
+def _call(
+    query, key, value, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str
+) -> "_KernelCall":
+    return (_TpuCall if plan.target == "tpu" else _KernelCall)((query, key, value), bias, mask, plan, kernel)
 
 
 class _KernelCall:
@@ -273,11 +264,12 @@ class _KernelCall:
 
     grid = Grid(block=0, batch=1, on_tpu=False)
 
-    def __init__(self, query, key, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str):
-        self.plan, self.bias, self.mask, self.kernel = plan, bias, mask, kernel
+    def __init__(self, arrays: tuple, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str):
+        self.arrays, self.plan, self.bias, self.mask, self.kernel = arrays, plan, bias, mask, kernel
         self.block: Block = getattr(plan.blocks, kernel)
         self.of_keys = kernel == "key"
         self.ranges = getattr(mask.ranges, kernel)
+        query, key, _ = arrays
         self.batch, self.width = query.shape[0], query.shape[3]
         lengths_and_heads = [x.shape[2:0:-1] if self.grid.on_tpu else x.shape[1:3] for x in (query, key)]
         (self.q_length, heads), (self.k_length, self.k_heads) = lengths_and_heads
@@ -291,12 +283,18 @@ class _KernelCall:
 
         return triton.CompilerParams(num_warps=self.block.warps, num_stages=self.block.stages)
 
-    def __call__(self, kernel, in_specs, arrays, out_specs, out_shape) -> Any:
-        blocks = self.k_length // self.block.k if self.of_keys else self.q_length // self.block.q
+    def __call__(self, kernel, more_specs: tuple, more_arrays: tuple, out_specs: tuple, out_shape: tuple) -> Any:
+        """Call a kernel with query, key, value, what is `shared`, and more arrays."""
+        if self.of_keys:
+            blocks, specs = self.k_length // self.block.k, (self.q_row(), self.k_block(), self.k_block())
+        else:
+            blocks, specs = self.q_length // self.block.q, (self.q_block(), self.k_row(), self.k_row())
         return pl.pallas_call(
-            kernel, grid=self.ordered(blocks, self.batch, self.heads), in_specs=in_specs, out_specs=out_specs,
-            out_shape=out_shape, interpret=self.plan.interpret, compiler_params=self.compiler_params,
-        )(*arrays)  # fmt: skip
+            functools.partial(kernel, rules=self.plan.rules, block=self.block, grid=self.grid),
+            grid=self.ordered(blocks, self.batch, self.heads), in_specs=(*specs, *self.shared_specs(), *more_specs),
+            out_specs=out_specs, out_shape=out_shape, interpret=self.plan.interpret,
+            compiler_params=self.compiler_params,
+        )(*self.arrays, *self.shared(), *more_arrays)  # fmt: skip
 
     def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
         """Return the three values in the order of the grid's axes."""

@@ -206,37 +206,30 @@ def visible(rules: MaskRules, q: jax.Array | None, k: jax.Array | None, distance
     return functools.reduce(jnp.logical_and, allowed)
 
 
-def _sweep(
-    rules: MaskRules, kinds: tuple[str, str], bounds: tuple, near: tuple | None, visit: Callable, carry: Any
+def _visit_all(
+    rules: MaskRules, kinds: tuple[str, str], ranges: Any, number: Any, near: tuple | None, visit: Callable, carry: Any
 ) -> Any:
-    """Visit the blocks within `bounds` in order: far ones, `near` ones, far ones on the other side."""
-    start, stop = bounds
+    """Visit the blocks that block `number` sees, in order: far ones, `near` ones, far ones on the other side.
+
+    Args:
+      kinds: of the far blocks on both sides.
+      visit: called with the kind of a block, whether it needs no mask, its number, and the carry.
+    """
+    start, whole_first, whole_last, stop = (ranges[n, number] for n in range(4))
+
+    def visit_block(kind, n, carry):
+        # A branch in the loop was faster than a second loop without masks: registers are allocated for all loops.
+        is_whole = (n >= whole_first) & (n < whole_last) if rules.masks else True
+        return visit(kind, is_whole, n, carry)
+
     if near is None:
-        return lax.fori_loop(start, stop, functools.partial(visit, "plain"), carry)
+        return lax.fori_loop(start, stop, functools.partial(visit_block, "plain"), carry)
     first = jnp.clip(near[0], start, stop)
     last = jnp.clip(near[1], first, stop)
     for kind, begin, end in ((kinds[0], start, first), ("near", first, last), (kinds[1], last, stop)):
         if kind != "right" or rules.sees_ahead:
-            carry = lax.fori_loop(begin, end, functools.partial(visit, kind), carry)
+            carry = lax.fori_loop(begin, end, functools.partial(visit_block, kind), carry)
     return carry
-
-
-def _visit_all(
-    rules: MaskRules, kinds: tuple[str, str], ranges: Any, number: Any, near: tuple | None, visit: Callable, carry: Any
-) -> Any:
-    """Visit the blocks that block `number` sees according to `ranges`.
-
-    Args:
-      visit: called with the kind of a block, whether it needs no mask, its number, and the carry.
-    """
-    start, first, last, stop = (ranges[n, number] for n in range(4))
-    # A branch in the loop was faster than a second loop without masks: registers are allocated for all loops.
-    seen = (lambda n: (n >= first) & (n < last)) if rules.masks else (lambda n: True)
-    return _sweep(rules, kinds, (start, stop), near, lambda kind, n, carry: visit(kind, seen(n), n, carry), carry)
-
-
-def _rows(ref: Any, start: Any, size: int) -> Any:
-    return ref[pl.ds(start, size)]
 
 
 def forward_kernel(
@@ -246,7 +239,7 @@ def forward_kernel(
     """Compute the output of one block of queries of one head."""
     i = pl.program_id(grid.block)
     query = query_ref[...]
-    codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
+    codes = (lambda _, k: (q_codes_ref[...], k_codes_ref[pl.ds(k, block.k)])) if rules.coded else None
     logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
     near = None if rules.reach is None else rules.tiles(block).near_keys(i)
 
@@ -290,7 +283,7 @@ def query_gradient_kernel(
     query, gradient, lse = query_ref[...], gradient_ref[...], grid.loaded(lse_ref[...])
     delta = (out_ref[...].astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=1)
     delta_ref[...] = grid.stored(delta)
-    codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
+    codes = (lambda _, k: (q_codes_ref[...], k_codes_ref[pl.ds(k, block.k)])) if rules.coded else None
     logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
     near = None if rules.reach is None else rules.tiles(block).near_keys(i)
     if near is not None:
@@ -330,7 +323,7 @@ def key_gradient_kernel(
     j = pl.program_id(grid.block)
     key, value = key_ref[...], value_ref[...]
     near = None if rules.reach is None else rules.tiles(block).near_queries(j)
-    codes = (lambda q, _: (_rows(q_codes_ref, q, block.q), k_codes_ref[...])) if rules.coded else None
+    codes = (lambda q, _: (q_codes_ref[pl.ds(q, block.q)], k_codes_ref[...])) if rules.coded else None
 
     def head(g, carry):
         logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid, head=(g,), transposed=True)

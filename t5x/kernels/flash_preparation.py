@@ -6,7 +6,7 @@ Layers that share a mask and a bias share this too: a tower prepares it once (`O
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import flax.struct
 import jax
@@ -22,13 +22,20 @@ _TILE_DTYPE = jnp.float16  # of the bias: three bits more precise than bfloat16,
 _TPU_BLOCK = 256  # queries and keys; not tuned
 
 
-class Blocks(NamedTuple):
-    """The block of each kernel; `bias` has no more keys than queries, and its sides are multiples of `query`'s."""
+_Value = TypeVar("_Value")
 
-    forward: Block
-    query: Block
-    key: Block
-    bias: Block
+
+class PerKernel(NamedTuple, Generic[_Value]):
+    """One value for each kernel."""
+
+    forward: _Value
+    query: _Value
+    key: _Value
+    bias: _Value
+
+
+# The block of `bias` has no more keys than queries, and its sides are multiples of those of `query`.
+Blocks = PerKernel[Block]
 
 
 def choose_blocks(q_length: int, k_length: int, head_dim: int, *, for_tpu: bool = False) -> Blocks:
@@ -108,15 +115,6 @@ def make_plan(
     return BlockPlan(rules, blocks, (q_padded, k_padded), extent, same_queries, target, interpret)
 
 
-class PerKernel(NamedTuple):
-    """One value for each kernel; see `Blocks`."""
-
-    forward: Any
-    query: Any
-    key: Any
-    bias: Any
-
-
 class PreparedMask(flax.struct.PyTreeNode):
     """What the kernels need of a mask.
 
@@ -172,7 +170,7 @@ class PreparedBias(flax.struct.PyTreeNode):
     @classmethod
     def axes(cls, plan: BlockPlan, heads: str | None) -> "PreparedBias":
         """Return the logical axes of every array, where heads are divided over the axis `heads`."""
-        tiles = PerKernel(*[(heads, None, None, None)] * 4)
+        tiles: PerKernel[Any] = PerKernel(*[(heads, None, None, None)] * 4)
         if plan.target == "hopper":
             tiles = tiles._replace(forward=(heads, None, None))
         axes: dict[str, Any] = {"near": (heads, None, None), "far": (heads, None), "far_logits": (heads, None)}

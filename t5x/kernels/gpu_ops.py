@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _MANY_ROWS = 512
 
 # Logical axes of queries, of caches, and of what every row of a batch has.
+_BIAS = (None, "heads", None, None)  # of cuDNN's bias: JAX does not shard it like the queries by itself
 _QUERIES, _CACHE, _ROW = ("batch", "length", "heads", "kv"), ("batch", "heads", "length", "kv"), ("batch", "length")
 
 
@@ -108,7 +109,7 @@ class GpuOps(Ops):
             matrix = self.bias_matrix(bias, q_length + q_more, k_length + k_more)
             if mask.key_segments is not None:
                 matrix += jnp.where(jnp.all(is_real[:, 1:] <= is_real[:, :-1]), 0.0, jnp.nan)
-            matrix = _divided_by_heads(matrix.astype(query.dtype)[None])
+            matrix = constrain(matrix.astype(query.dtype)[None], *_BIAS)
         longer = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
         parts = longer(query, q_more), longer(key, k_more), longer(value, k_more).astype(query.dtype)
         fused = _fused_without_bias if matrix is None else functools.partial(_fused, matrix)
@@ -155,8 +156,8 @@ class TritonOps(GpuOps):
             return on_each_device(compute, axes, _QUERIES, query, key, value, mask.key_segments)
         return super().attend_cached(query, key, value, mask, bias)
 
-    def step_kernel(self, queries, dtype, cache):
-        decode = self._decode_kernel(queries, dtype, cache)
+    def step_kernel(self, dtype, cache):
+        decode = self._decode_kernel(1, dtype, cache)
         return decode and functools.partial(self._extend_and_attend, decode)
 
     def _extend_and_attend(self, decode, new, key, value, mask: Mask, bias: RelativeBias | None) -> list[jax.Array]:
@@ -298,11 +299,6 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # above this, 1 / unit is 0 on some devices
 
 
-def _divided_by_heads(bias: jax.Array) -> jax.Array:
-    """Shard a bias [1, heads, q, k] over the devices like the queries, which JAX does not do by itself."""
-    return constrain(bias, None, "heads", None, None)
-
-
 def _fused(
     bias: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None, causal: bool
 ) -> jax.Array:
@@ -319,7 +315,7 @@ def _fused_without_bias(query, key, value, lengths, causal):
 
 def _fused_without_bias_forward(query, key, value, lengths, causal):
     # Without a bias, cuDNN accumulates the gradient of the queries in no fixed order: runs would not be reproducible.
-    zeros = _divided_by_heads(jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype))
+    zeros = constrain(jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype), *_BIAS)
     return jax.vjp(lambda q, k, v: _fused(zeros, q, k, v, lengths, causal), query, key, value)
 
 

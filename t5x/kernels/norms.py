@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from t5x.kernels.ops import rounded
 from t5x.partitioning.logical import on_each_device
 
 _MAX_CHUNK, _MIN_CHUNK = 1024, 128  # features that are loaded at once
@@ -67,7 +68,7 @@ def _forward(x, scale, dtype, epsilon, interpret):
         parts = [x_ref[:, chunk].astype(jnp.float32) for chunk in chunks]
         inverse = _inverse(parts, features, epsilon)
         for part, chunk in zip(parts, chunks, strict=True):
-            out_ref[:, chunk] = (_rounded(part * inverse, dtype) * _rounded(scale_ref[chunk], dtype)).astype(dtype)
+            out_ref[:, chunk] = (rounded(part * inverse, dtype) * rounded(scale_ref[chunk], dtype)).astype(dtype)
 
     tile = pl.BlockSpec((block, features), lambda i: (i, 0))
     normed = pl.pallas_call(
@@ -97,12 +98,12 @@ def _backward(x, scale, to_x, to_norm, dtype, epsilon, interpret):
             inverse = _inverse(parts, features, epsilon)
             normed = [part * inverse for part in parts]
             scaled = [
-                gradient * _rounded(scale_ref[chunk], dtype) for gradient, chunk in zip(gradients, chunks, strict=True)
+                gradient * rounded(scale_ref[chunk], dtype) for gradient, chunk in zip(gradients, chunks, strict=True)
             ]
             mean = sum(jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(normed, scaled, strict=True)) / features
             for a, b, to_x, chunk in zip(normed, scaled, load(to_x_ref, block_rows), chunks, strict=True):
                 x_gradient_ref[block_rows, chunk] = (inverse * (b - a * mean) + to_x).astype(x.dtype)
-            products = [a * _rounded(b, dtype) for a, b in zip(gradients, normed, strict=True)]
+            products = [a * rounded(b, dtype) for a, b in zip(gradients, normed, strict=True)]
             return tuple(a + b for a, b in zip(sums, products, strict=True))
 
         zeros = tuple(jnp.zeros((block, chunk.size), jnp.float32) for chunk in chunks)
@@ -136,7 +137,3 @@ def _chunks(features: int) -> list[pl.Slice]:
 def _inverse(parts: list[jax.Array], features: int, epsilon: float) -> jax.Array:
     """Return the inverse root mean square of each row."""
     return jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1, keepdims=True) for part in parts) / features + epsilon)
-
-
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype).astype(jnp.float32)

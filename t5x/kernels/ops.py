@@ -1,4 +1,4 @@
-"""Every operation that some hardware computes in its own way, in plain XLA.
+"""Every operation that some hardware computes in its own way, in plain XLA, and what CPUs and TPUs override.
 
 `Ops` is complete by itself. A subclass overrides what its hardware does better, checks shapes, and calls `super()` for
 those that do not fit. `t5x.kernels.choice` chooses among them.
@@ -148,8 +148,7 @@ class Ops:
           keep: returns the features that dropout keeps, bool [batch, 1, features]; None without dropout.
         """
         parts = unstack(parts) if isinstance(parts, jax.Array) else parts
-        gates = (ACTIVATIONS[name](x) for name, x in zip(activations, parts, strict=True))
-        product = functools.reduce(jnp.multiply, gates)
+        product = multiply_gates([ACTIVATIONS[name] for name in activations], parts)
         if keep is None:
             return product
         return jnp.where(keep(), product / (1.0 - dropout_rate), 0).astype(product.dtype)
@@ -257,7 +256,7 @@ class Ops:
         """Return q·k, float32 [batch, heads, q, k], for `attend_cached`."""
         return jnp.einsum("bqhd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
 
-    def step_kernel(self, queries: int, dtype: Any, cache: jax.Array) -> Callable[..., list[jax.Array]] | None:
+    def step_kernel(self, dtype: Any, cache: jax.Array) -> Callable[..., list[jax.Array]] | None:
         """Return a function that takes a decoding step with caches like this one [batch, heads, k, head_dim], or None.
 
         Its arguments are: query, key and value, [batch, 3, heads, head_dim]; both caches; the mask, with the position
@@ -310,6 +309,28 @@ class CpuOps(Ops):
         return jax.lax.cond(condition, lambda: arrays, lambda: [jnp.copy(array) for array in arrays])
 
 
+class TpuOps(Ops):
+    """TPUs: the bias of attention by matmuls, and our fused attention on request."""
+
+    flash_target = "tpu"
+
+    def bias_matrix(self, bias, q_length, k_length):
+        # TPUs would move every row between lanes. They multiply by one-hot buckets, computed where they are needed.
+        return bias.matrix_by_matmul(q_length, k_length)
+
+    def refuses(self, backend, query, key, mask, softcap=None):
+        if backend != "pallas":
+            return super().refuses(backend, query, key, mask, softcap)
+        if reason := shape_refuses(query, mask, ("bfloat16",)) or compiler_refuses("tpu"):
+            return reason
+        flash = importlib.import_module("t5x.kernels.flash_attention")
+        needed, available = flash.tpu_memory(query.shape, key.shape), devices.vmem_bytes()
+        if needed > available:
+            lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
+            return f"rows of {lengths} need {needed >> 20} MB of vector memory (this TPU has {available >> 20})"
+        return None
+
+
 def shape_refuses(query: Shaped, mask: Mask, dtypes: tuple[str, ...]) -> str | None:
     """Return why no fused kernel for these dtypes can compute this attention; None if they may."""
     if query.dtype.name not in dtypes:
@@ -326,17 +347,23 @@ def compiler_refuses(name: str) -> str | None:
     return None if has_compiler(name) else f"this JAX has no jax.experimental.pallas.{name}"
 
 
+def multiply_gates(activations: Sequence[Callable[[jax.Array], jax.Array]], parts: Sequence[jax.Array]) -> jax.Array:
+    """Return act_0(parts[0]) * act_1(parts[1]) …"""
+    return functools.reduce(jnp.multiply, (activation(x) for activation, x in zip(activations, parts, strict=True)))
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float) -> jax.Array:
     """Return x [..., features] divided by its root mean square and multiplied by `scale`, float32 [features]."""
     x = x.astype(jnp.float32)
     normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
-
     # Multiplied in float32, the rounded values give the same product, but the gradient of the scale, a sum over all
     # positions of a batch, is then accumulated in float32.
-    def rounded(array: jax.Array) -> jax.Array:
-        return array.astype(dtype).astype(jnp.float32)
+    return (rounded(normed, dtype) * rounded(scale, dtype)).astype(dtype)
 
-    return (rounded(normed) * rounded(scale)).astype(dtype)
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x in float32, rounded to the precision of `dtype`."""
+    return x.astype(dtype).astype(jnp.float32)
 
 
 def fused_matmul(

@@ -1,5 +1,7 @@
 """Networks of the T5 family, in Flax Linen."""
 
+# ruff: noqa: F401
+
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.network.attention import attend
 from t5x.network.blocks import CACHES
@@ -8,21 +10,3 @@ from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.towers import LogitFactors
 from t5x.network.transformer import Transformer
 from t5x.network.variables import compute_params, default_dtype, initial_variables, is_ours, logical_axes
-
-__all__ = [
-    "CACHES",
-    "DecoderWrapper",
-    "LogitFactors",
-    "Mask",
-    "NetworkConfig",
-    "RelativeBias",
-    "T5Config",
-    "Transformer",
-    "TransformerConfig",
-    "attend",
-    "compute_params",
-    "default_dtype",
-    "initial_variables",
-    "is_ours",
-    "logical_axes",
-]

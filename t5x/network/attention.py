@@ -16,7 +16,7 @@ from t5x._runtime.errors import UserError
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.choice import ops
 from t5x.kernels.ops import BACKENDS
-from t5x.network.keys import Keys
+from t5x.network.keys import Keys, dropout
 
 _by_reference = contextvars.ContextVar("by_reference", default=False)
 
@@ -48,9 +48,8 @@ def attend(
     Returns:
       [batch, q, heads, head_dim] in the dtype of `value`.
     """
-    if keys is not None and keys.dropout is not None and dropout_rate > 0.0:
-        keep = keys.keep((value.shape[1], value.shape[2], 1), dropout_rate)
-        value = jnp.where(keep, value / (1.0 - dropout_rate), 0).astype(value.dtype)
+    if keys is not None:
+        value = dropout(value, dropout_rate, keys, shape=(*value.shape[1:3], 1))
     if key.shape[1] == 1 and value.shape[2] == query.shape[2]:  # the softmax of one logit is 1
         return jnp.broadcast_to(value, (*query.shape[:3], value.shape[-1]))
     if float32_logits:

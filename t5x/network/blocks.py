@@ -14,8 +14,7 @@ from t5x.network.attention import attend, attend_cached, attend_folded, prepare
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
-from t5x.network.relative_position import RelativePositionBias
+from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, parameter, project
 from t5x.partitioning.logical import constrain
 
 # Collections that a decoding step needs: `cache` changes at every step; `cross_cache` (keys and values of the encoder's
@@ -122,7 +121,7 @@ class Attention(nn.Module):
         if not self.has_variable("cache", "cached_key"):
             return None
         dtype = jnp.float32 if self.config.float32_attention_logits else self.config.dtype
-        return ops().step_kernel(1, dtype, self.get_variable("cache", "cached_key"))
+        return ops().step_kernel(dtype, self.get_variable("cache", "cached_key"))
 
     def _step_with_kernel(
         self, step: Callable[..., list[jax.Array]], joined: jax.Array, mask: Mask, bias: RelativeBias | None
@@ -178,10 +177,24 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
+class RelativePositionBias(nn.Module):
+    """T5's relative position bias: a learned value per head and bucket of distances."""
+
+    config: NetworkConfig
+    bidirectional: bool
+
+    @nn.compact
+    def __call__(self, keys: Keys) -> RelativeBias:
+        cfg = self.config
+        init = initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        shape = (cfg.num_heads, cfg.relative_attention_num_buckets)
+        table = parameter(self, "rel_embedding", init, shape, ("heads", "relpos_buckets"), keys)
+        return RelativeBias(table, self.bidirectional, cfg.relative_attention_max_distance)
+
+
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
     """Return the bias of the calling compact module (a tower or a layer), which owns it as `relpos_bias`."""
-    buckets = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
-    return RelativePositionBias(cfg.num_heads, bidirectional, *buckets, name="relpos_bias")(keys.child("relpos_bias"))
+    return RelativePositionBias(cfg, bidirectional, name="relpos_bias")(keys.child("relpos_bias"))
 
 
 def prepare_attention(
@@ -196,9 +209,11 @@ def prepare_attention(
     return prepare(query, key, mask, bias, cfg.attention_backend)
 
 
-def _mlp(cfg: NetworkConfig) -> MLP:
-    """Return the MLP of the calling compact module (a layer), which owns it as `mlp`."""
-    return MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, cfg.residual_dtype, name="mlp")
+def _add_mlp(cfg: NetworkConfig, x: jax.Array, keys: Keys) -> jax.Array:
+    """Return x plus the MLP of its norm; the calling compact module (a layer) owns both."""
+    mlp = MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, cfg.residual_dtype, name="mlp")
+    x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
+    return x + dropout(mlp(y, keys.child("mlp")), cfg.dropout_rate, keys.child("mlp_out"))
 
 
 class EncoderLayer(nn.Module):
@@ -225,9 +240,7 @@ class EncoderLayer(nn.Module):
         x, y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x, branch=True)
         y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.child("attention"))
         x = x + dropout(y, cfg.dropout_rate, keys.child("attention_out"))
-        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
-        y = _mlp(cfg)(y, keys.child("mlp"))
-        return x + dropout(y, cfg.dropout_rate, keys.child("mlp_out")), None
+        return _add_mlp(cfg, x, keys), None
 
 
 class DecoderLayer(nn.Module):
@@ -280,9 +293,7 @@ class DecoderLayer(nn.Module):
                 y, encoded, mask=cross_mask, bias=None, keys=keys.child("encoder_decoder_attention")
             )
             x = x + dropout(y, cfg.dropout_rate, keys.child("cross_attention_out"))
-        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
-        y = _mlp(cfg)(y, keys.child("mlp"))
-        return x + dropout(y, cfg.dropout_rate, keys.child("mlp_out")), None
+        return _add_mlp(cfg, x, keys), None
 
 
 def run_layers(

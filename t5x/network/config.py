@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x._runtime.errors import UserError
+from t5x.kernels.ops import ACTIVATIONS
 
-ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
-DTYPES = ("float32", "bfloat16", "float16")
-REMAT_POLICIES = ("none", "minimal", "full")
-MATMUL_DTYPES = (None, "fp8")
+_CHOICES = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "matmul_dtype": (None, "fp8"),
+    "remat_policy": ("none", "minimal", "full"),
+    "param_scan_axis": (0, 1),
+}
 _MAX_DISTANCE = 65_536  # kernels keep the bias up to this distance in memory
 
 
@@ -77,10 +80,9 @@ class NetworkConfig:
         if not isinstance(self.dtype, str):
             with contextlib.suppress(TypeError, ValueError):
                 object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        if self.dtype not in DTYPES:
-            raise UserError(f"{cls}.dtype is {self.dtype!r}: use {', '.join(DTYPES)}.")
-        if self.matmul_dtype not in MATMUL_DTYPES:
-            raise UserError(f"{cls}.matmul_dtype is {self.matmul_dtype!r}: use None or 'fp8'.")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"{cls}.{name} is {value!r}; known are {', '.join(map(str, choices))}.")
         if self.matmul_dtype and self.dtype == "float16":
             raise UserError(f"{cls}.matmul_dtype is 'fp8': set {cls}.dtype to 'bfloat16', not to 'float16'.")
         for field in dataclasses.fields(self):
@@ -96,10 +98,6 @@ class NetworkConfig:
             raise UserError(f'{cls}.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
         if not isinstance(self.dropout_rate, int | float) or not 0 <= self.dropout_rate < 1:
             raise UserError(f"{cls}.dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
-        if self.remat_policy not in REMAT_POLICIES:
-            raise UserError(f"{cls}.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
-        if self.param_scan_axis not in (0, 1):
-            raise UserError(f"{cls}.param_scan_axis is {self.param_scan_axis}: it must be 0 or 1.")
         if (buckets := self.relative_attention_num_buckets) < 4:  # each direction has near and far ones
             raise UserError(f"{cls}.relative_attention_num_buckets is {buckets}: it must be at least 4.")
         if not buckets // 2 < (distance := self.relative_attention_max_distance) <= _MAX_DISTANCE:

@@ -2,10 +2,9 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from t5x._runtime.errors import UserError
-from t5x.kernels.attention_inputs import Mask
+from t5x.kernels.attention_inputs import Mask, segments_of
 from t5x.network.config import TransformerConfig
 from t5x.network.keys import Keys
 from t5x.network.towers import Decoder, LogitFactors
@@ -62,12 +61,10 @@ class DecoderWrapper(nn.Module):
         if prefill and prefill_lengths is None:
             raise ValueError("prefill needs prefill_lengths: from which position on each row is decoded")
         # While decoding, the cache has nothing after the current position and no padding before it.
-        real = None if decode and not prefill else (decoder_target_tokens > 0).astype(jnp.int32)
-        if decoder_segment_ids is not None:
-            real = jnp.where(decoder_target_tokens > 0, decoder_segment_ids, 0)
+        key_segments = None if decode and not prefill else segments_of(decoder_target_tokens > 0, decoder_segment_ids)
         return self.decoder(
             decoder_input_tokens,
-            Mask(key_segments=real, query_segments=decoder_segment_ids, prefix=decoder_causal_attention, causal=True),
+            Mask(key_segments, decoder_segment_ids, prefix=decoder_causal_attention, causal=True),
             Keys.of(self, decoder_input_tokens, enable_dropout, row_index).child("decoder"),
             cache="rows" if decode or prefill else None,
             prefill_lengths=prefill_lengths if prefill else None,

@@ -128,9 +128,13 @@ def _sample(keys: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     return bits(keys) < limit
 
 
-def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = True) -> jax.Array:
-    """Drop units of `x` [batch, length, features]; T5 drops the same features at every position of an example."""
+def dropout(x: jax.Array, rate: float, keys: Keys, shape: Sequence[int] | None = None) -> jax.Array:
+    """Drop units of `x` [batch, length, features].
+
+    Args:
+      shape: of the mask of an example, which is broadcast. T5's default drops the same features at every position.
+    """
     if keys.dropout is None or rate == 0.0:
         return x
-    shape = (1, *x.shape[2:]) if broadcast_length else x.shape[1:]
+    shape = (1, *x.shape[2:]) if shape is None else shape
     return jnp.where(keys.keep(shape, rate), x / (1.0 - rate), 0).astype(x.dtype)

@@ -96,7 +96,7 @@ def has_inner_padding(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
 
 def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
     """Raise a UserError if the network cannot mask the padding of a batch."""
-    if not has_inner_padding(model, batch):
+    if masks_any_padding(model):
         return
     pad_id = pad_id_of(model.module)
     for name, rows in find_inner_padding(batch, pad_id).items():

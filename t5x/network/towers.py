@@ -49,7 +49,7 @@ class Encoder(nn.Module):
         x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, layer_keys, bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
         # Unlike everywhere else, T5 samples dropout per position here.
-        return dropout(x, cfg.dropout_rate, keys.child("encoded"), broadcast_length=False)
+        return dropout(x, cfg.dropout_rate, keys.child("encoded"), shape=x.shape[1:])
 
 
 class Decoder(nn.Module):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x._runtime.errors import UserError
-from t5x.kernels.attention_inputs import Mask
+from t5x.kernels.attention_inputs import Mask, segments_of
 from t5x.network.config import T5Config
 from t5x.network.keys import Keys
 from t5x.network.layers import Embed, embed
@@ -48,10 +48,7 @@ class Transformer(nn.Module):
         """Encode tokens, int [batch, inputs] -> [batch, inputs, emb]."""
         keys = Keys.of(self, encoder_input_tokens, enable_dropout, row_index)
         real = encoder_input_tokens != self.config.pad_token_id
-        if encoder_segment_ids is None:
-            mask = Mask(key_segments=real.astype(jnp.int32))
-        else:
-            mask = Mask(key_segments=jnp.where(real, encoder_segment_ids, 0), query_segments=encoder_segment_ids)
+        mask = Mask(key_segments=segments_of(real, encoder_segment_ids), query_segments=encoder_segment_ids)
         if not isinstance(self.encoder, Encoder):
             length = encoder_input_tokens.shape[1]
             array = self._array(mask, encoder_input_tokens, length, length)
@@ -90,18 +87,14 @@ class Transformer(nn.Module):
         keys = Keys.of(self, decoder_input_tokens, enable_dropout, row_index)
         sources = encoder_input_tokens != self.config.pad_token_id
         real = decoder_target_tokens != self.config.pad_token_id
-        if decoder_segment_ids is not None:
-            if encoder_segment_ids is None:
-                raise ValueError("decoder_segment_ids are given without encoder_segment_ids: packed rows need both")
-            targets = jnp.where(real, decoder_segment_ids, 0)
-            mask = Mask(key_segments=targets, query_segments=decoder_segment_ids, causal=True)
-            cross_mask = Mask(
-                key_segments=jnp.where(sources, encoder_segment_ids, 0), query_segments=decoder_segment_ids
-            )
-        else:
-            # While decoding, the cache has nothing after the current position and no padding before it.
-            mask = Mask(key_segments=None if decode else real.astype(jnp.int32), causal=True)
-            cross_mask = Mask(key_segments=sources.astype(jnp.int32))
+        if decoder_segment_ids is None:
+            encoder_segment_ids = None  # a target sees all inputs
+        elif encoder_segment_ids is None:
+            raise ValueError("decoder_segment_ids are given without encoder_segment_ids: packed rows need both")
+        # While decoding, the cache has nothing after the current position and no padding before it.
+        targets = None if decode else segments_of(real, decoder_segment_ids)
+        mask = Mask(key_segments=targets, query_segments=decoder_segment_ids, causal=True)
+        cross_mask = Mask(key_segments=segments_of(sources, encoder_segment_ids), query_segments=decoder_segment_ids)
         if not isinstance(self.decoder, Decoder):
             length = decoder_input_tokens.shape[1]
             logits = self.decoder(

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 import t5x
 from t5x.kernels.choice import choose, ops, use
 from t5x.kernels.gpu_ops import GpuOps, HopperOps, TritonOps
-from t5x.kernels.ops import CpuOps, Hardware, Ops
-from t5x.kernels.tpu_ops import TpuOps
+from t5x.kernels.ops import CpuOps, Hardware, Ops, TpuOps
 from t5x.partitioning.logical import axis_rules
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.kernels import tpu_ops
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.choice import choose, ops, use
 from t5x.kernels.ops import Hardware
 from t5x.network import attention
 from t5x.network.keys import Keys
+from t5x.partitioning import devices
 from tests.support import tiny
 from tests.support.tiny import arrays, segments
 
@@ -102,7 +102,7 @@ def test_the_bias_as_a_matrix_is_the_same_on_tpus(shape, bidirectional):
     ids=str,
 )
 def test_fused_attention_on_a_tpu_must_be_requested_and_fit(monkeypatch, shape, dtype, mask, reason):
-    monkeypatch.setattr(tpu_ops, "vmem_bytes", lambda: 16 << 20)
+    monkeypatch.setattr(devices, "vmem_bytes", lambda: 16 << 20)
     query = jax.ShapeDtypeStruct(shape, dtype)
     with use(choose(Hardware("tpu"))):
         assert attention._choose(query, query, mask, None, "auto") == "xla"

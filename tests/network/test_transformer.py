@@ -100,7 +100,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     @jax.jit
     def drop():
         keys, x = Keys(dropout=jax.random.split(jax.random.key(0), 64)), jnp.ones((64, 5, 300))
-        return dropout(x, 0.25, keys), dropout(x, 0.25, keys, broadcast_length=False)
+        return dropout(x, 0.25, keys), dropout(x, 0.25, keys, shape=x.shape[1:])
 
     dropped, by_position = jax.device_get(drop())
     np.testing.assert_allclose(np.mean(dropped == 0), 0.25, atol=0.01)
