@@ -10,10 +10,10 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from tests.support.xla_flags import QUICK_COMPILATION
 
 if (platform := os.environ.get("T5X_TEST_PLATFORM", "cpu")) == "cpu":  # `cuda` for the tests that need a GPU
@@ -24,7 +24,7 @@ else:  # Pallas's TPU interpreter needs a CPU; trying out matmuls takes half a m
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules
-os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
+os.environ["T5X_CACHE_DIR"] = str(REPO / ".pytest_cache" / "t5x")
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x._runtime import imports
@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
     """Runs `t5x ARGS` from the root of the repository, in this process."""
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(REPO)
     return functools.partial(commands.run, capsys)
 
 

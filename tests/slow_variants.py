@@ -15,7 +15,7 @@ SLOW = {
     "checkpoints/test_kill.py": [r"test_a_kill_at_any_moment_leaves_whole_checkpoints_only"],  # test_together.py
     "checkpoints/formats/test_huggingface.py": [r"test_tokenizers_give_the_ids_of_the_vocabulary\[u?mt5\]"],
     "data/test_seqio_runs.py": [r"test_a_mixture_trains_and_is_evaluated"],
-    "data/test_user_modules.py": [r"test_a_verb_and_its_workers_import_what_import_names\[tasks\]"],
+    "runtime/test_user_modules.py": [r"test_a_verb_and_its_workers_import_what_import_names\[tasks\]"],
     "decoding/test_beam.py": [
         r"test_stopping_early_never_changes_the_result\[(random-[12]|ties-[15])\]",
         r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random-(-0.7|0.6)|ties-(0.0|2.0))\]",
@@ -42,7 +42,7 @@ SLOW = {
     ],
     "examples/test_recipes.py": [r"test_squad_from_training_to_answers"],  # answering/: each of its steps
     # exporting/test_export.py: the export for TensorFlow alone has beams
-    "exporting/test_export.py": [r"test_programs_for_any_number_of_rows_compute_what_the_model_does\[3\]"],
+    "apps/exporting/test_export.py": [r"test_programs_for_any_number_of_rows_compute_what_the_model_does\[3\]"],
     "inference/test_files.py": [
         r"test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted\[(a beam|greedy)\]",
     ],
@@ -54,7 +54,7 @@ SLOW = {
         r"test_an_interrupted_run_resumes\[False\]", r"test_a_damaged_completed_file_is_reported\[(\[\]|\{)\]",
     ],
     "models/test_models.py": [r"test_the_gradient_of_a_few_logits_is_summed_in_float32\[False\]"],
-    "network/test_decode_kernel.py": [
+    "kernels/test_decode_attention.py": [
         r"test_row_offsets_do_not_change_what_is_decoded\[greedy_decode-1\]",
         r"test_decoding_with_the_kernels_is_that_without\[greedy\]",
     ],
@@ -68,7 +68,7 @@ SLOW = {
         r".*\[((T5 1.0|umT5|ByT5), unrolled|mT5, scanned)\]", r"test_loss_and_gradients\[umT5, scanned\]",
         r"test_greedy_decoding\[(umT5|T5 1.0), scanned\]",
     ],
-    "network/test_flash_attention.py": [
+    "kernels/test_flash_attention.py": [
         r"test_no_block_with_work_is_skipped\[([1-8]|10)\]",
         r"test_an_encoder_with_packed_rows_of_an_odd_length\[blocks1\]",
         r"test_a_decoder_in_narrow_types_.*\[float16\]",
@@ -92,7 +92,7 @@ SLOW = {
         r"test_loss_and_gradients\[(1.0-packed|1.1-padded|odd-.*)-.*\]", r"test_greedy_decoding_and_scores\[1.0\]",
     ],
     "network/test_precision.py": [r"test_cast_once_or_at_every_use\[(False-b?float16|True-float16|True-float32)\]"],
-    "network/test_prepared_attention.py": [
+    "kernels/test_prepared_attention.py": [
         r"test_prepared_attention_is_bitwise_the_same\[(?!packed).*\]",
         r"test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference\[(?!dropout).*\]",
         # the logits of networks[dropout], and a decoder alone without gradients
@@ -122,31 +122,31 @@ SLOW = {
         r"test_a_run_that_resumes_there_ends_like_a_local_one\[gcs\]", r"test_metrics_are_there_.*\[s3\]",
     ],
     "object_stores/test_task_inference.py": [r".*"],  # object_stores/test_jobs.py; inference/test_tasks.py
-    "planning/test_plan.py": [r"test_a_sharded_state_takes_less_memory_and_more_communication\[all presets\]"],
+    "apps/planning/test_plan.py": [r"test_a_sharded_state_takes_less_memory_and_more_communication\[all presets\]"],
     "partitioning/test_consistency.py": [r"test_another_configuration_is_refused\[infer\]"],
-    "ranking/test_models.py": [r"test_eight_devices_find_what_one_does"],  # partitioning/test_meshes.py
+    "apps/ranking/test_models.py": [r"test_eight_devices_find_what_one_does"],  # partitioning/test_meshes.py
     "saved/test_saved.py": [
         r"test_config_gin_repeats_the_run_from_its_beginning\[(pairs|ranker)\]",
         r"test_a_job_computes_the_chunks_of_one_that_was_stopped\[(answer|rerank)\]",
     ],
-    "serving/test_server.py": [r"test_constraints_are_those_of_the_python_api_.*"],  # decoding/test_constraints.py
-    "test_cli.py": [
+    "apps/serving/test_server.py": [r"test_constraints_are_those_of_the_python_api_.*"],  # decoding/test_constraints.py
+    "cli/test_cli.py": [
         r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]",
         r"test_a_mixture_is_inferred_task_by_task",  # inference/test_tasks.py
         r"test_eval_scores_every_checkpoint_once",  # test_eval.py
     ],
-    "t5x_projects/test_public_patterns.py": [r"test_lists_are_folded_into_the_batch\[OwnTowers\]"],
-    "t5x_names/test_behaviour.py": [r"test_parts_of_a_network_compute_what_the_network_does\[untied\]"],
-    "test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]", r"test_signals\[SIGINT-t5x\]"],
-    "test_adafactor.py": [r"test_fifty_steps_in_float32\[norm, decay by the rate\]"],
-    "test_optimizers.py": [
+    "compat/t5x_projects/test_public_patterns.py": [r"test_lists_are_folded_into_the_batch\[OwnTowers\]"],
+    "compat/t5x_names/test_behaviour.py": [r"test_parts_of_a_network_compute_what_the_network_does\[untied\]"],
+    "checkpoints/test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]", r"test_signals\[SIGINT-t5x\]"],
+    "optimizers/test_adafactor.py": [r"test_fifty_steps_in_float32\[norm, decay by the rate\]"],
+    "optimizers/test_optimizers.py": [
         r"test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers\[False\]",
         # One function wraps them all; those with arguments of their own stay.
         r"test_twenty_steps_equal_optax\[(adabelief|adagrad|fromage|lamb|lars|radam|yogi)\]",
     ],
-    "test_resumed_data.py": [r"test_all_of_several_processes_refuse"],  # partitioning/test_distributed.py
-    "test_train.py": [r"test_a_signal_saves_and_the_run_goes_on\[2-130\]"],
-    "test_weights.py": [r"test_parity_with_hugging_face\[(mT5-False|T5 1.1-True|T5 1.0-False|umT5-True)\]"],
+    "runs/test_resumed_data.py": [r"test_all_of_several_processes_refuse"],  # partitioning/test_distributed.py
+    "runs/test_train.py": [r"test_a_signal_saves_and_the_run_goes_on\[2-130\]"],
+    "checkpoints/test_weights.py": [r"test_parity_with_hugging_face\[(mT5-False|T5 1.1-True|T5 1.0-False|umT5-True)\]"],
     "trainer/test_dropout.py": [r".*\[scanned\]"],
     "trainer/test_signals.py": [r"test_an_evaluation_of_several_processes_is_interrupted"],  # launching/test_local.py
     "trainer/test_step.py": [

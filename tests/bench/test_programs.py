@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import REPO, environment
+from tests.support.paths import REPO
+from tests.support.programs import environment
 
 sys.path.append(str(REPO / "benchmarks"))
 import peers

@@ -25,7 +25,8 @@ from t5x.optimizers.adafactor import Adafactor
 from tests.checkpoints.formats import huggingface_models as models
 from tests.support import disks
 from tests.support.commands import run
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 # Kernels whose sides are all at least 128, which Adafactor factors, and with either side the larger one; an embedding
 # and tables of relative positions that it does not.

@@ -21,9 +21,9 @@ from t5x.runs import infer
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_params
 from tests.checkpoints.formats import huggingface_models
-from tests.support.programs import REPO, losses
+from tests.support.paths import SHARED
+from tests.support.programs import losses
 
-SHARED = REPO.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 

@@ -18,7 +18,8 @@ import t5x as t5x_package
 from t5x._runtime import startup
 from t5x.cli import inspect_verb, main
 from t5x.cli.verbs import GIN_ENTRY_POINTS, SCRIPTS, VERBS, import_verb
-from tests.support.programs import REPO, SMALL, environment, start_python, t5x, train
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, environment, start_python, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 

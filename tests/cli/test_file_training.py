@@ -28,8 +28,8 @@ from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.inference import file_inference
 from tests.inference.models import byte_model, texts
 from tests.support import commands
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
     "network.T5Config.emb_dim = 8", "network.T5Config.num_heads = 2", "network.T5Config.head_dim = 4",
     "network.T5Config.mlp_dim = 16", "network.T5Config.num_encoder_layers = 1",

@@ -4,7 +4,6 @@ import collections.abc
 import inspect
 import types
 import typing
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,8 +21,8 @@ from t5x.runs.infer import infer
 from t5x.runs.precompile import precompile
 from t5x.runs.train import train
 from tests.support import programs
+from tests.support.paths import REPO
 
-ROOT = Path(__file__).parents[1]
 ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile, save, convert_checkpoint)}
 IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -48,7 +47,7 @@ from t5x.examples.t5 import network as t5_network
 @pytest.fixture
 def parse(tmp_path, monkeypatch):
     """Parses gin text, with `ENTRIES`, `script.collect` and the names in `IMPORTS`."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPO)
 
     def parse(text: str = "", **kwargs) -> None:
         configuration.clear()
@@ -383,18 +382,19 @@ def test_parameters_that_a_users_class_inherits_are_checked(parse, tmp_path, mon
 
 GIN_FILES = [
     path
-    for folder in ("t5x", "tests/examples", "tests/t5x_projects")
-    for path in sorted(ROOT.glob(f"{folder}/**/*.gin"))
+    for folder in ("t5x", "tests/examples", "tests/compat/t5x_projects")
+    for path in sorted(REPO.glob(f"{folder}/**/*.gin"))
 ]
 
 
-@pytest.mark.parametrize("path", GIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", GIN_FILES, ids=lambda path: str(path.relative_to(REPO)))
 def test_no_gin_file_is_refused(path, monkeypatch, caplog):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "tests/t5x_projects")
+    monkeypatch.chdir(REPO)
+    monkeypatch.syspath_prepend(REPO / "tests/compat/t5x_projects")
     configuration.clear()
     try:
-        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=[".", "tests/t5x_projects"])
+        search_paths = [".", "tests/compat/t5x_projects"]
+        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=search_paths)
         for entry in (None, *configuration.entry_points_in_use()):
             configuration.check(entry)
     except configuration.ConfigurationError as error:  # what other files define is missing

@@ -19,7 +19,8 @@ from t5x.files import atomic
 from t5x.files.directory import open_directory
 from tests.data.conftest import byte_features
 from tests.support import commands
-from tests.support.programs import REPO, environment, reference_python
+from tests.support.paths import REPO
+from tests.support.programs import environment, reference_python
 
 LENGTHS = {"inputs": 16, "targets": 16}
 

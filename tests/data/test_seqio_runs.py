@@ -12,7 +12,8 @@ import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.data import import_task_module
-from tests.support.programs import REPO, SMALL, losses, once_for_all_workers, reference_python, run_reference
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, losses, once_for_all_workers, reference_python, run_reference
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]

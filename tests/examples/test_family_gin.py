@@ -14,9 +14,8 @@ from t5x.runs.eval import evaluate
 from t5x.runs.infer import infer
 from t5x.runs.precompile import precompile
 from t5x.runs.train import train
+from tests.support.paths import SHARED
 
-REPO = Path(__file__).parents[2]
-SHARED = REPO.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 PACKAGE = Path(t5x.__file__).parent

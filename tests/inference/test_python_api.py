@@ -5,7 +5,6 @@ import filecmp
 import json
 import re
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,8 @@ from t5x._runtime.errors import UserError
 from t5x.inference.options import Decoding, translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
 
 

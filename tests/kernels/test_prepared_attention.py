@@ -14,7 +14,8 @@ from t5x.kernels.choice import ops, use
 from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention
 from tests.kernels.simulated import InterpretedAttention
 from tests.support import tiny
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 from tests.support.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"

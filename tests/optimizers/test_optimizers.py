@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,9 @@ from t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from tests.support import commands, tiny
+from tests.support.paths import REPO
 from tests.support.programs import losses, run_python
 
-REPO = Path(__file__).parents[1]
 NAMES = [
     "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "muon", "noisy_sgd", "radam", "rmsprop",
     "sgd", "yogi",

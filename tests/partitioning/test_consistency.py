@@ -16,7 +16,8 @@ from t5x.cli.parser import parser_of
 from t5x.partitioning import consistency
 from tests.inference.models import byte_model
 from tests.partitioning.test_distributed import assert_one_line, begin, finish
-from tests.support.programs import REPO, SMALL, environment, free_port, start_python
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, environment, free_port, start_python
 
 GIN = ["--gin_file=t5x/examples/demo/dates.gin", *SMALL, "--gin.MODEL_DIR='runs/x'"]
 

@@ -19,7 +19,8 @@ from t5x.partitioning import (
 )
 from t5x.partitioning.partitioner import compiler_options
 from t5x.partitioning.rules import model_axis
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
 LOOK = """

@@ -13,7 +13,8 @@ import pytest
 
 from t5x import checkpoints
 from tests.support import programs
-from tests.support.programs import REPO, environment, interrupt, losses, start, start_python, t5x, wait_for
+from tests.support.paths import REPO
+from tests.support.programs import environment, interrupt, losses, start, start_python, t5x, wait_for
 
 STEPS = 12
 

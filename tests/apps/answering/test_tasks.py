@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from t5x.apps import answering
 from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
 from tests.apps.answering import squad_files
+from tests.support.paths import SHARED
 
-DATA = Path(__file__).parents[2] / "../shared/data"
-SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
+SQUAD, SPIECE = SHARED / "squad_dev_v1.1/dev-v1.1.json.zip", SHARED / "t5_vocab/spiece.model"
 VOCABULARY = data.ByteVocabulary()
 LENGTHS = {"inputs": 128, "targets": 32}
 

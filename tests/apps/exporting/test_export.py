@@ -19,10 +19,10 @@ from t5x.data.vocabularies import ByteVocabulary
 from t5x.files import locks
 from t5x.inference.options import Decoding
 from tests.checkpoints.formats import huggingface_models
+from tests.support.paths import SHARED
 from tests.support.programs import reference_python, run_reference
 
 HERE = Path(__file__).parent
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TEXTS = ["Good morning.", "What is the capital of France?", "one two three four five six seven eight nine ten"]
 LENGTHS = {"max_input_length": 20, "max_length": 6}
 BEAMS = Decoding(beams=3)

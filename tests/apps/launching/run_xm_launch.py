@@ -47,7 +47,7 @@ for (module, name), value in patches.items():
 out, sys.stdout = sys.stdout, sys.stderr
 sys.argv = ["xm_launch.py", *sys.argv[1:]]
 try:
-    runpy.run_path(str(Path(__file__).parents[2] / "t5x/scripts/xm_launch.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[3] / "t5x/scripts/xm_launch.py"), run_name="__main__")
 except SystemExit as end:
     if end.code:
         raise

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,8 @@ from t5x._runtime.errors import UserError
 from t5x.apps.ranking.input_encoding import InputEncoder
 from t5x.apps.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, label_ids
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 REVERSED = Template("Document: {document} Query: {query} Relevant:")
 

@@ -19,7 +19,8 @@ from t5x.network import Transformer
 from t5x.trainer import accumulate_grads_microbatched
 from t5x.trainer.train_state import InferenceState
 from tests.support import tiny
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 RELEVANT, IRRELEVANT = 7, 11
 CONFIG = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1)

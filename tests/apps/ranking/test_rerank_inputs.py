@@ -17,8 +17,7 @@ from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunW
 from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics.ranking import evaluate
 from tests.apps.ranking.test_collections import write
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+from tests.support.paths import SHARED
 
 
 def units(work):

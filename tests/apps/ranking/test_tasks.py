@@ -15,8 +15,8 @@ from t5x.apps.ranking.models import RankingFeatureConverter
 from t5x.apps.ranking.templates import Template
 from t5x.data.pipeline import Pipeline
 from tests.support.commands import run
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATE = Template(text="Q: {query} D: {document} R:", relevant="1", irrelevant="0")
 VOCABULARY = data.ByteVocabulary()
 PAIRS = {"inputs": 40, "targets": 2}

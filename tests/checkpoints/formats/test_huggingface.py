@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +15,8 @@ from t5x.checkpoints.formats.source import LazyArray
 from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, load_vocabulary
 from t5x.network import T5Config
 from tests.checkpoints.formats import huggingface_models as models
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
 FAMILIES = list(models.FAMILIES)
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data (../shared/data) is not here")

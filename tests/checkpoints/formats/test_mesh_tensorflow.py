@@ -14,9 +14,9 @@ from t5x.checkpoints import DamagedCheckpoint
 from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow, translate
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
 from tests.checkpoints.formats.bundle_writer import write_bundle
+from tests.support.paths import SHARED
 from tests.support.programs import run_reference
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
 PROGRAM = Path(__file__).parents[1] / "programs/save_with_tensorflow.py"
 STEP = 1000000
 

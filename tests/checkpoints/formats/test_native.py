@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,9 @@ from tests.checkpoints.formats.native_helpers import (
     spec,
     write_msgpack,
 )
+from tests.support.paths import SHARED
 
-FIXTURE = Path(__file__).parents[3] / "../shared/data/t5x_testdata/test_t5_tiny.checkpoint_0"
+FIXTURE = SHARED / "t5x_testdata/test_t5_tiny.checkpoint_0"
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs" / "python_api.md"
+from tests.support.paths import REPO
+
+DOCS = REPO / "docs/python_api.md"
 START, END = "<!-- names -->\n", "<!-- end -->\n"
 
 REFUSED_MODULES = {
