@@ -29,15 +29,9 @@ os.environ["T5X_CACHE_DIR"] = str(REPO / ".pytest_cache" / "t5x")
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x._runtime import imports
 from t5x.partitioning.process_setup import enable_compilation_cache
-from tests import slow_variants
 from tests.support import commands, disks
 
 enable_compilation_cache()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow_variants.mark(items, whole_files=not any("::" in arg for arg in config.args))
 
 
 def pytest_collection_finish() -> None:

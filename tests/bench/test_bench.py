@@ -114,6 +114,7 @@ def test_encoding(bench):
     assert result["step_tflop"] == pytest.approx(2 * 2 * 2 * layer / 1e12, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_training_in_fp8_with_recomputation_and_microbatches(bench):
     options = {"matmul": "fp8", "remat": "minimal", "microbatches": 2}
     words = (arg for name, value in options.items() for arg in (f"--{name}", value))

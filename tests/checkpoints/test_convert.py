@@ -107,7 +107,7 @@ def test_round_trips_are_exact_and_transformers_computes_the_same(tmp_path, fami
     np.testing.assert_array_equal(models.logits(again)[0], models.logits(made)[0])
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@pytest.mark.parametrize("layers", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned"])
 def test_optimizer_state_arrives_exactly(tmp_path, layers):
     changes = {"per_layer_relative_position_bias": True}
     arrays = training_state(**changes)
@@ -368,7 +368,10 @@ cli.main(["convert", *sys.argv[2:]])
 """
 
 
-@pytest.mark.parametrize("signum, to", [("SIGINT", "t5x"), ("SIGTERM", "native"), ("SIGKILL", "t5x")])
+@pytest.mark.parametrize(
+    "signum, to",
+    [pytest.param("SIGINT", "t5x", marks=pytest.mark.slow), ("SIGTERM", "native"), ("SIGKILL", "t5x")],
+)
 def test_signals(occupied, hf, capsys, signum, to):
     before = snapshot(occupied)
     done = run_python("-c", KILLED, signum, hf, occupied, "--to", to, "--overwrite", cwd=REPO)

@@ -1,6 +1,7 @@
 """Other people's weights in our network: parity with Hugging Face, real published weights, training from them."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from t5x.runs import infer
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_params
 from tests.checkpoints.formats import huggingface_models
+from tests.support.marks import mark_slow
 from tests.support.paths import SHARED
 from tests.support.programs import losses
 
@@ -50,8 +52,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, scan",
+    mark_slow(
+        list(itertools.product(FAMILIES, [False, True])),
+        slow=[("T5 1.0", False), ("T5 1.1", True), ("mT5", False), ("umT5", True)],
+    ),
+)
 def test_parity_with_hugging_face(family, scan, tmp_path):
     made = huggingface_models.model(family, **FAMILIES[family]).eval()
     made.save_pretrained(tmp_path / "hf")

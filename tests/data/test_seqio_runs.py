@@ -74,6 +74,7 @@ def make_runs(directory):
     (directory / "results.json").write_text(json.dumps(results))
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_is_evaluated(runs):
     assert len(losses(runs.directory / "whole")) == 4
     assert "mixture both: lines 16.7 %, questions 83.3 %" in runs.first

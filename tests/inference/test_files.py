@@ -15,6 +15,7 @@ from t5x.inference.chunks import Chunks
 from t5x.inference.file_inference import infer_file
 from tests.inference.models import byte_model, texts
 from tests.support import commands
+from tests.support.marks import mark_slow
 from tests.support.programs import run_python
 
 LENGTHS = {"max_length": 6, "max_input_length": 24}
@@ -63,7 +64,7 @@ def test_results_are_in_the_order_of_the_input(place, expected):
 HOW = {"greedy": {}, "a beam": {"beams": 3, "num_return": 2}, "sampling": {"temperature": 1.3, "top_k": 20, "seed": 5}}
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", mark_slow(list(HOW), slow=["greedy", "a beam"]))
 def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, place, tmp_path):
     one = infer(place, tmp_path / "one.jsonl", batch_size=8, output_ids=True, **HOW[how])
     shards = [

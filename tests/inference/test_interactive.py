@@ -12,6 +12,7 @@ import pytest
 
 import t5x
 from tests.inference.models import LETTERS, byte_model
+from tests.support.marks import mark_slow
 from tests.support.programs import start_python
 
 
@@ -54,7 +55,7 @@ def test_one_to_eight_inputs_of_any_length_need_three_programs(directory, compil
 WAYS = {"greedy": {}, "beams": {"beams": 3, "num_return": 3}, "beams of Hugging Face": {"num_beams": 2}}
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("options", mark_slow(WAYS, slow=["beams of Hugging Face"]))
 def test_few_inputs_get_what_many_do(directory, options):
     """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
     model, texts = t5x.load(str(directory)), random_texts(np.random.default_rng(1), 12)

@@ -175,7 +175,7 @@ def pair(tmp_path: Path) -> list[Path]:
             ["train", "--data=a.jsonl", "--size=small", "--family=byt5", "--model_dir=m", "--steps=3"], ["--steps=4"],
             "--steps: process 0 has 3 / process 1 has 4", marks=pytest.mark.slow),
         pytest.param(["eval", "--model=m", "--data=a.jsonl"], ["--metric=bleu"], "--metric", marks=pytest.mark.slow),
-        (["infer", "--model=m", "--input=a.jsonl"], ["--beams=2"], "--beams"),
+        pytest.param(["infer", "--model=m", "--input=a.jsonl"], ["--beams=2"], "--beams", marks=pytest.mark.slow),
         pytest.param(["rerank", "--model=m", "--input=a.jsonl"], ["--top=3"], "--top", marks=pytest.mark.slow),
     ],
     ids=["train with gin", "train from a file", "eval", "infer", "rerank"],

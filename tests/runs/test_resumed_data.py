@@ -99,6 +99,7 @@ def test_an_unknown_choice_is_refused(here):
         train(here / "run", 3, here / "train.jsonl", on_changed_data="maybe")
 
 
+@pytest.mark.slow  # partitioning/test_distributed.py
 def test_all_of_several_processes_refuse(here):
     write_jsonl(here / "train.jsonl", EDITED)
     flags = {"data": "train.jsonl", "model_dir": "run", "steps": 3, "size": "tiny", "family": "byt5", "inputs": "q",

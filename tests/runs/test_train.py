@@ -91,7 +91,9 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    "signum, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
+)
 def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, signum, code):
     run = tmp_path / "run"
     process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path)

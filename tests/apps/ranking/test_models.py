@@ -187,6 +187,7 @@ print(json.dumps([float(metrics["loss"].compute()), norms]))
 """
 
 
+@pytest.mark.slow  # partitioning/test_meshes.py
 def test_eight_devices_find_what_one_does():
     batch = {**lists(), "row_index": np.arange(8, dtype=np.int32)}
     gradient = jax.jit(jax.value_and_grad(ranker(DROPPING, loss="listwise").loss_fn, has_aux=True))

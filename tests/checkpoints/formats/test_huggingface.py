@@ -15,6 +15,7 @@ from t5x.checkpoints.formats.source import LazyArray
 from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, load_vocabulary
 from t5x.network import T5Config
 from tests.checkpoints.formats import huggingface_models as models
+from tests.support.marks import mark_slow
 from tests.support.paths import SHARED
 
 FAMILIES = list(models.FAMILIES)
@@ -212,7 +213,7 @@ TEXTS = [
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["t5", "mt5", "umt5", "bytes", "its own"])
+@pytest.mark.parametrize("name", mark_slow(["t5", "mt5", "umt5", "bytes", "its own"], slow=["mt5", "umt5"]))
 def test_tokenizers_give_the_ids_of_the_vocabulary(transformers, tmp_path, name):
     vocabulary = {
         "t5": lambda: SentencePieceVocabulary(SHARED / "t5_vocab/spiece.model", extra_ids=100),

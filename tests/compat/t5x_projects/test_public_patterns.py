@@ -93,7 +93,7 @@ class Lists(models.EncoderDecoderModel):
         return loss, {"loss": t5x.metrics.Sum(loss)}
 
 
-@pytest.mark.parametrize("module", [network.Transformer, OwnTowers])
+@pytest.mark.parametrize("module", [network.Transformer, pytest.param(OwnTowers, marks=pytest.mark.slow)])
 def test_lists_are_folded_into_the_batch(batch, module):
     model = model_of(module(CONFIG), Lists, optimizers.sgd())
     lists = {name: np.repeat(x[:, None], 3, axis=1) for name, x in batch.items()}
