@@ -3,17 +3,16 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from t5x._runtime.errors import UserError
-from t5x.data import import_task_module
 from tests.support.paths import REPO
 from tests.support.programs import SMALL, losses, once_for_all_workers, reference_python, run_reference
+
+pytestmark = pytest.mark.nightly  # compat/t5x_projects/test_projects.py reads tasks of seqio more quickly
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
@@ -74,7 +73,6 @@ def make_runs(directory):
     (directory / "results.json").write_text(json.dumps(results))
 
 
-@pytest.mark.slow
 def test_a_mixture_trains_and_is_evaluated(runs):
     assert len(losses(runs.directory / "whole")) == 4
     assert "mixture both: lines 16.7 %, questions 83.3 %" in runs.first
@@ -145,13 +143,6 @@ def test_a_task_that_needs_lengths_is_shown(runs):
 
 def test_models_take_over_vocabularies_of_seqio(runs):
     assert runs.vocabularies == ["ByteVocabulary(extra_ids=0)", "ByteVocabulary(extra_ids=3)"]
-
-
-def test_without_seqio_the_message_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "seqio", None)
-    (tmp_path / "needs_seqio.py").write_text("import seqio\n")
-    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
-        import_task_module(str(tmp_path / "needs_seqio.py"))
 
 
 def test_shipped_gin_files_run_where_seqio_is_installed_and_tensorflow_stays_out(tmp_path):

@@ -25,6 +25,8 @@ from t5x.runs.train import train
 from tests.support.paths import REPO
 from tests.support.programs import run_reference
 
+pytestmark = pytest.mark.nightly
+
 PROGRAM = Path(__file__).parent / "programs/readme_commands.py"
 TASK = "wmt_t2t_ende_v003"
 MTF_STEP = 1000000

@@ -9,6 +9,8 @@ from t5x.files import lease
 from t5x.files.lease import Lease
 from tests.object_stores import proxy
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):

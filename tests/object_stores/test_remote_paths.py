@@ -18,6 +18,8 @@ from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
 
+pytestmark = pytest.mark.nightly
+
 
 def values(path) -> dict[str, np.ndarray]:
     return {name: array.read() for name, array in open_checkpoint(path).arrays.items()}
@@ -97,7 +99,6 @@ def test_generations_protect_gcs_objects(server):
     assert [upload(ifGenerationMatch="0"), upload(ifGenerationMatch="0")] == [200, 412]
 
 
-@pytest.mark.slow  # gcsfs itself tries six times, and waits longer before each
 def test_a_server_that_is_silent_is_given_up(store, monkeypatch):
     if store.url.startswith("s3"):
         pytest.skip("s3fs has limits of its own")

@@ -24,6 +24,8 @@ from t5x.files.remote import RemotePath
 from t5x.files.storage_errors import TransientError
 from tests.object_stores import proxy
 
+pytestmark = pytest.mark.nightly
+
 
 def tree(step: int) -> dict:
     values = np.random.default_rng(step).normal(size=(300, 40)).astype(np.float32)

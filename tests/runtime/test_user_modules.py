@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data import cache_writer, worker_process
 from t5x.data.dataset_config import import_task_module
 from t5x.data.lanes import LaneConfig
@@ -22,6 +23,7 @@ TRAPS = ["json", "logging", "queue", "random", "typing", "cloudpickle", "jax", "
 TASKS = """
 import helper
 from t5x import data
+from t5x._runtime.errors import UserError
 
 def prefixed(example):
     import late_helper  # where it is called: in a worker
@@ -148,3 +150,10 @@ def test_the_interpreters_that_beam_starts_do_not_search_the_working_directory(h
         subprocess.run([sys.executable, "-c", "import queue"], cwd=hostile, check=True)
     assert_nothing_ran(hostile)
     assert "PYTHONSAFEPATH" not in os.environ
+
+
+def test_import_of_absent_seqio_raises_user_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "seqio", None)
+    (tmp_path / "needs_seqio.py").write_text("import seqio\n")
+    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
+        import_task_module(str(tmp_path / "needs_seqio.py"))
