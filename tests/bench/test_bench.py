@@ -165,7 +165,7 @@ def test_checkpoints(bench, tmp_path, on_a_disk):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no directory is known to be in memory")
 @pytest.mark.parametrize("named", [True, False])
-def test_a_directory_in_memory_is_no_disk(bench, monkeypatch, named):
+def test_a_directory_in_memory_is_not_a_disk(bench, monkeypatch, named):
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
     args = ("--directory", "/dev/shm") if named else ()
     bench("checkpoint", *TINY[:-2], *args).refused("/dev/shm", "tmpfs", "--directory")

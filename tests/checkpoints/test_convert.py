@@ -195,7 +195,7 @@ def test_optax_moments_are_stacked_with_their_parameters():
         np.testing.assert_array_equal(back[name].read(), array.read())
 
 
-def test_what_belongs_to_no_layer_arrives_too(tmp_path):
+def test_arrays_outside_layers_are_converted(tmp_path):
     """Flax's mutable collections, and the step."""
     mutable = {"flax_mutables/statistics/mean": np.arange(3, dtype=np.float32)}
     arrays = training_state() | mutable

@@ -196,7 +196,7 @@ def test_shared_and_per_layer_biases_are_refused_with_the_reason(family, per_lay
     assert "fallback_to_scratch" not in str(error.value)
 
 
-def test_a_directory_without_a_vocabulary_says_so(tmp_path):
+def test_a_directory_without_a_vocabulary_is_reported(tmp_path):
     huggingface_models.model("T5 1.1").save_pretrained(tmp_path / "hf")
     with pytest.raises(Exception, match="vocabulary for inputs and targets"):
         model_of(open_checkpoint(tmp_path / "hf"))

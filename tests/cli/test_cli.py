@@ -116,7 +116,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_that_says_how_to_fix_it(mistake, run_here, tmp_path):
+def test_a_mistake_gets_one_message_with_its_fix(mistake, run_here, tmp_path):
     arguments, expected = MISTAKES[mistake]
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 

@@ -94,7 +94,7 @@ def scratch(files, tmp_path_factory) -> tuple[Path, str]:
     return model_dir, train(model_dir, 6, **files, size="tiny", family="byt5", eval_every=3, metric="accuracy")
 
 
-def test_from_scratch_trains_evaluates_and_says_what_to_do_next(scratch):
+def test_from_scratch_trains_evaluates_and_prints_next_steps(scratch):
     model_dir, printed = scratch
     assert steps_of(model_dir)[-1] == 6
     lines = (model_dir / "inference_eval/pairs-metrics.jsonl").read_text().splitlines()

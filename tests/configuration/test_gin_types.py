@@ -348,7 +348,7 @@ RIGHT = """
 
 
 @pytest.mark.parametrize("binding", [line.strip() for line in RIGHT.strip().splitlines()])
-def test_what_users_of_t5x_pass_is_accepted(parse, caplog, binding):
+def test_types_that_users_of_t5x_pass_are_accepted(parse, caplog, binding):
     parse(f"{binding}\n")
     try:
         configuration.check()

@@ -86,7 +86,7 @@ def test_rates_are_those_of_seqio(runs):
     assert ours == pytest.approx(theirs) and set(ours) == {"lines", "questions"}
 
 
-def test_an_interrupted_run_goes_on_exactly(runs):
+def test_an_interrupted_run_resumes_exactly(runs):
     assert runs.codes == [0, 0, 0], runs.second[-2000:]
     assert "checkpoint_2" in runs.second.split("compiled")[0]
     assert losses(runs.directory / "cut") == losses(runs.directory / "whole")

@@ -207,7 +207,7 @@ def test_the_model_has_the_size_of_t5xs(name):
     assert f"{PARAMETERS[name]:,} parameters" in read(path)
 
 
-def test_no_model_file_is_left_out_of_the_table():
+def test_the_table_has_all_model_files():
     models = {path for path in GIN_FILES if re.search("^network.T.+Config:", read(path), flags=re.MULTILINE)}
     untabled = models - {f"t5x/examples/{name}.gin" for name in PARAMETERS}
     assert {path for path in untabled if not re.search("demo|local_tiny", path)} == set()

@@ -200,7 +200,7 @@ def test_other_weights_at_the_same_path_are_another_model(place, half_done):
     assert half_done.run(texts(20)) == texts(20) and half_done.calls == [4]
 
 
-def test_a_run_does_not_go_on_in_another_dtype(half_done, monkeypatch):
+def test_a_run_does_not_resume_in_another_dtype(half_done, monkeypatch):
     from t5x.inference import loaded
 
     monkeypatch.setattr(file_inference, "load", loaded.load)
@@ -347,7 +347,7 @@ def test_a_model_without_a_vocabulary_takes_one(tmp_path, capsys, monkeypatch):
     assert set(read(tmp_path / "out.jsonl")[0]) == {"inputs", "prediction", "score", "prediction_tokens"}
 
 
-def test_scores_that_are_no_numbers_are_counted(tmp_path, capsys, monkeypatch):
+def test_nan_scores_are_counted(tmp_path, capsys, monkeypatch):
     from safetensors.numpy import load_file, save_file
 
     from t5x.inference import loaded

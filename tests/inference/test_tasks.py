@@ -167,7 +167,7 @@ def test_a_run_that_was_killed_before_it_removed_its_chunks_is_cleaned_up(place,
     assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.COMPLETED", "model-info.txt"]
 
 
-def test_a_directory_that_is_not_ours_is_refused_and_left_alone(place, model, tmp_path):
+def test_a_third_party_directory_is_refused_and_left_alone(place, model, tmp_path):
     theirs = tmp_path / "tmp-infer_two-predict.jsonl-00000-of-00001" / "note.txt"
     theirs.parent.mkdir()
     theirs.write_text("mine")

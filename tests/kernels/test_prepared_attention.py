@@ -70,7 +70,7 @@ def test_prepared_attention_is_bitwise_the_same(case):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
 
 
-def test_what_was_prepared_is_not_used_for_other_fields():
+def test_prepared_attention_is_not_used_for_other_fields():
     like = jax.ShapeDtypeStruct((2, 33, 2, 16), jnp.dtype(DTYPE))
     prepare = lambda *parts: attention.prepare(like, like, *parts, "pallas")
     mask, bias = jax.jit(prepare)(Mask(IDS, IDS), RelativeBias(arrays((2, 32))[0], True))

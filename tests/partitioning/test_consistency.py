@@ -124,7 +124,7 @@ def test_the_content_of_an_input_file_counts(tmp_path, size):
     assert found[0] == found[2]
 
 
-def test_what_is_of_one_process_does_not_count(here, tmp_path, monkeypatch):
+def test_settings_of_one_process_are_not_compared(here, tmp_path, monkeypatch):
     shutil.copy(REPO / "t5x/examples/demo/dates.gin", tmp_path / "copy.gin")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/a --xla_force_host_platform_device_count=2")
     one = describe("train", *GIN, "--process_index=0", "--coordinator_address=a:1", "--initialization_timeout=3")

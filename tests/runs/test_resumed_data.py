@@ -48,7 +48,7 @@ def here(begun, tmp_path) -> Path:
     return tmp_path
 
 
-def test_an_edited_file_is_refused_until_the_user_says_what_to_do(here, caplog):
+def test_an_edited_file_is_refused_until_the_user_decides(here, caplog):
     path = here / "train.jsonl"
     size = path.stat().st_size
     write_jsonl(path, EDITED)

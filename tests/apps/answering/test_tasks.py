@@ -117,7 +117,7 @@ def test_a_question_without_an_answer_needs_a_text_for_it(version_2):
 
 
 @pytest.mark.skipif(not SPIECE.is_file(), reason="T5's vocabulary (../shared/data/t5_vocab) is not here")
-def test_a_text_for_it_that_the_vocabulary_does_not_keep_is_refused(version_2):
+def test_a_no_answer_text_that_the_vocabulary_cannot_encode_is_refused(version_2):
     vocabulary = data.SentencePieceVocabulary(str(SPIECE), extra_ids=100)
     for text in ("<no answer>", "{none}", "~none"):
         with pytest.raises(UserError, match=r"which the model cannot generate: .*' \u2047 no"):

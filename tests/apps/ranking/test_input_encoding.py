@@ -30,7 +30,7 @@ def texts(rng, words):
 
 
 @needs_data
-def test_what_fits_is_tokenised_as_by_hugging_face():
+def test_inputs_that_fit_are_tokenised_as_by_hugging_face():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(SHARED / "t5_vocab" / "tokenizer.json"))
     inputs = InputEncoder(vocabulary("t5"), MONOT5)

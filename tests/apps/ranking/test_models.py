@@ -118,7 +118,7 @@ def test_the_loss_of_labels_is_cross_entropy_over_the_two_words(factor, expected
     np.testing.assert_allclose(metrics["accuracy"].compute(), found, rtol=1e-6)
 
 
-def test_a_target_of_another_template_is_no_label():
+def test_a_target_of_another_template_is_not_a_label():
     batch = pairs()
     batch["decoder_target_tokens"][2, 0] = 20
     assert np.isnan(jax.jit(ranker(loss="labels").loss_fn)(PARAMS, batch)[0])

@@ -58,7 +58,7 @@ def vocabulary_of(path, into):
 
 
 @needs_shared
-def test_what_transformers_saves_is_converted_there_and_back_and_inferred_with(tmp_path):
+def test_a_model_that_transformers_saves_round_trips_and_infers(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from t5x.runs import infer

@@ -97,7 +97,7 @@ def _has(found: object, attribute: str) -> bool:
 
 
 @pytest.mark.parametrize("module", REFUSED_MODULES)
-def test_packages_that_do_not_exist_say_so(module):
+def test_packages_that_do_not_exist_raise_import_error(module):
     with pytest.raises(ImportError, match=f"{module} does not exist in this package"):
         importlib.import_module(f"{module}.models")
 
