@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +27,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules
 os.environ["T5X_CACHE_DIR"] = str(REPO / ".pytest_cache" / "t5x")
 
-import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
+import t5x
+import t5x.examples.demo.dates
 from t5x._runtime import imports
+from t5x.inference.loaded import LoadedModel
 from t5x.partitioning.process_setup import enable_compilation_cache
 from tests.support import commands, disks
 
@@ -39,6 +42,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope="session")
+def tiny_t5(tmp_path_factory) -> Path:
+    """A T5 whose predictions are of a few letters. Tests that change its files write one of their own."""
+    from tests.inference.models import byte_model
+
+    return byte_model(tmp_path_factory.mktemp("tiny_t5") / "model")
+
+
+@pytest.fixture(scope="session")
+def loaded_tiny_t5(tiny_t5) -> LoadedModel:
+    """Shared, so that its programs are traced once in each test process."""
+    return t5x.load(str(tiny_t5))
 
 
 @pytest.fixture

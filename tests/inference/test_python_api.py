@@ -20,9 +20,9 @@ from tests.support.paths import SHARED
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return t5x.load(str(byte_model(tmp_path_factory.mktemp("models") / "tiny")))
+@pytest.fixture
+def model(loaded_tiny_t5):
+    return loaded_tiny_t5
 
 
 def test_text_and_beams_are_those_of_transformers_by_its_own_names(tmp_path):
