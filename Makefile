@@ -1,4 +1,5 @@
-# `make demo` trains a tiny T5 here and shows it; `make test` runs the tests, `make test-all` also the slow ones.
+# `make demo` trains a tiny T5 here and shows it; `make test` runs the quick tests, `make test-all` also the slow ones, and
+# `make test-nightly` whole programs: on storage servers, with seqio, with kills.
 # Both make .venv and install what they need the first time. The tests also compare with the real seqio and TensorFlow,
 # which live in a virtual environment of their own: where seqio is installed, `import seqio` means another thing.
 
@@ -12,27 +13,32 @@ NEWEST := .venv-newest-jax
 OLDEST := .venv-oldest-jax
 # The newest JAX needs Python 3.12 or 3.13.
 NEWEST_PYTHON ?= $(or $(shell for p in python3.13 python3.12; do $$p -c '' 2>/dev/null && echo $$p && break; done),python3.13)
+QUICK := not slow and not nightly
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all test-newest-jax test-oldest-jax chaos slurm fuzz tpu parallel lint clean
+.PHONY: demo test test-all test-nightly test-newest-jax test-oldest-jax chaos slurm fuzz tpu parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
 
 test: lint $(REFERENCE)/.installed
-	@$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --durations 25
+	@$(BIN)/python -m pytest -m '$(QUICK)' -n 3 --dist worksteal --durations 25
 
 # With the exhaustive variants of tests whose promise `make test` covers more quickly.
 test-all: lint $(REFERENCE)/.installed
-	@$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
+	@$(BIN)/python -m pytest -m 'not nightly' -n 3 --dist worksteal --durations 25
+
+# Whole programs only. What needs SLURM or libtpu is skipped without them; see `make slurm` and `make tpu`.
+test-nightly: $(VENV)/.stores $(REFERENCE)/.installed
+	@$(BIN)/python -m pytest -m nightly -n 3 --dist worksteal --durations 25
 
 # The same with the newest JAX that is supported, on a newer Python: make test-newest-jax NEWEST_PYTHON=/path/to/python3.13
 test-newest-jax: $(NEWEST)/.dev $(REFERENCE)/.installed
-	@$(NEWEST)/bin/python -m pytest -m 'not slow' -n 3 --dist worksteal
+	@$(NEWEST)/bin/python -m pytest -m '$(QUICK)' -n 3 --dist worksteal
 
 # And with the oldest.
 test-oldest-jax: $(OLDEST)/.dev $(REFERENCE)/.installed
-	@$(OLDEST)/bin/python -m pytest -m 'not slow' -n 3 --dist worksteal
+	@$(OLDEST)/bin/python -m pytest -m '$(QUICK)' -n 3 --dist worksteal
 
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev
@@ -80,6 +86,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 	@echo "installing t5x and what its tests need into $(VENV) (a few minutes, once)"
 	@$(BIN)/python $(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
+
+$(VENV)/.stores: pyproject.toml $(VENV)/.dev
+	@echo "installing storage servers into $(VENV) (some minutes, once)"
+	@$(BIN)/python $(PIP) -e '.[dev,stores]'
+	@touch $@
 
 $(NEWEST)/.dev: pyproject.toml Makefile
 	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \

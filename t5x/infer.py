@@ -3,7 +3,6 @@
 from t5x.inference.t5x_api import _extract_tokens_and_aux_values as _extract_tokens_and_aux_values
 from t5x.inference.t5x_api import _Inferences as _Inferences
 from t5x.runs.infer import *  # noqa: F403
-from t5x.runs.infer import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
 
 if __name__ == "__main__":
     from t5x.cli.main import main_of

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from tests.support.xla_flags import QUICK_COMPILATION
 
 if (platform := os.environ.get("T5X_TEST_PLATFORM", "cpu")) == "cpu":  # `cuda` for the tests that need a GPU
@@ -24,20 +25,16 @@ else:  # Pallas's TPU interpreter needs a CPU; trying out matmuls takes half a m
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules
-os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
+os.environ["T5X_CACHE_DIR"] = str(REPO / ".pytest_cache" / "t5x")
 
-import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
+import t5x
+import t5x.examples.demo.dates
 from t5x._runtime import imports
+from t5x.inference.loaded import LoadedModel
 from t5x.partitioning.multiprocess import enable_compilation_cache
-from tests import slow_variants
 from tests.support import commands, disks
 
 enable_compilation_cache()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow_variants.mark(items, whole_files=not any("::" in arg for arg in config.args))
 
 
 def pytest_collection_finish() -> None:
@@ -47,10 +44,24 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000)
 
 
+@pytest.fixture(scope="session")
+def tiny_t5(tmp_path_factory) -> Path:
+    """A T5 whose predictions are of a few letters. Tests that change its files write one of their own."""
+    from tests.inference.models import byte_model
+
+    return byte_model(tmp_path_factory.mktemp("tiny_t5") / "model")
+
+
+@pytest.fixture(scope="session")
+def loaded_tiny_t5(tiny_t5) -> LoadedModel:
+    """Shared, so that its programs are traced once in each test process."""
+    return t5x.load(str(tiny_t5))
+
+
 @pytest.fixture
 def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
     """Runs `t5x ARGS` from the root of the repository, in this process."""
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(REPO)
     return functools.partial(commands.run, capsys)
 
 

@@ -59,7 +59,8 @@ def infer_file(
       input_path: text (one input per line), .jsonl, .tsv, .csv or .parquet; - is stdin.
       output: JSON lines, in the order of the input; - is stdout.
       mode: `predict` or `score`.
-      inputs, targets, prefix, columns: see `t5x.data.data_description.DataDescription`. By default, as the model was trained.
+      inputs, targets, prefix, columns: see `t5x.data.data_description.DataDescription`. By default, as the model was
+        trained.
       max_length: maximum number of generated tokens (by default as in training, or 128); only for predictions.
       max_input_length: longer inputs are truncated and counted in a warning. So are targets to score: a truncated
         target has no EOS, and its score is that of its beginning.

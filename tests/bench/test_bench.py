@@ -114,6 +114,7 @@ def test_encoding(bench):
     assert result["step_tflop"] == pytest.approx(2 * 2 * 2 * layer / 1e12, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_training_in_fp8_with_recomputation_and_microbatches(bench):
     options = {"matmul": "fp8", "remat": "minimal", "microbatches": 2}
     words = (arg for name, value in options.items() for arg in (f"--{name}", value))
@@ -164,7 +165,7 @@ def test_checkpoints(bench, tmp_path, on_a_disk):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no directory is known to be in memory")
 @pytest.mark.parametrize("named", [True, False])
-def test_a_directory_in_memory_is_no_disk(bench, monkeypatch, named):
+def test_a_directory_in_memory_is_not_a_disk(bench, monkeypatch, named):
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
     args = ("--directory", "/dev/shm") if named else ()
     bench("checkpoint", *TINY[:-2], *args).refused("/dev/shm", "tmpfs", "--directory")

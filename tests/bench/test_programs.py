@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import REPO, environment
+from tests.support.paths import REPO
+from tests.support.programs import environment
 
 sys.path.append(str(REPO / "benchmarks"))
 import peers
@@ -72,7 +73,7 @@ def test_a_peer_that_fails_is_skipped_and_t5x_ends_the_program(capsys):
         list(rounds.in_turns({"t5x": fails}, rounds=3))
 
 
-def test_a_contender_that_fails_says_why_and_one_that_does_not_exist_too():
+def test_failing_and_missing_contenders_are_reported():
     with pytest.raises(rounds.Failed, match="out of luck"):
         rounds.run([sys.executable, "-c", "import sys; sys.exit('out of luck')"])
     with pytest.raises(rounds.Failed, match="/no/python: No such file"):
@@ -80,7 +81,7 @@ def test_a_contender_that_fails_says_why_and_one_that_does_not_exist_too():
     assert rounds.run([sys.executable, "-c", 'print(\'{"a": 1}\\nnoise\\n{"b": 2}\')']) == {"a": 1, "b": 2}
 
 
-def test_what_a_contender_started_ends_with_the_program(tmp_path):
+def test_processes_of_a_contender_end_with_the_program(tmp_path):
     started = tmp_path / "pid"
     child = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

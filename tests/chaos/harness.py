@@ -35,7 +35,8 @@ import numpy as np
 
 from t5x import checkpoints
 from t5x.files.remote import RemotePath
-from tests.support.programs import REPO, SMALL, environment, free_port
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, environment, free_port
 from tests.support.xla_flags import QUICK_COMPILATION
 
 _PATIENCE = 120.0  # seconds in which the processes that were not killed must end by themselves

@@ -8,11 +8,12 @@ import pytest
 from tests.chaos.harness import Setting, run_through_kills, run_undisturbed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "kills"),
     [
-        pytest.param(Setting(steps=12), 2, id="alone", marks=pytest.mark.slow),
-        pytest.param(Setting(processes=2, steps=6, decodes=False), 1, id="two_processes", marks=pytest.mark.slow),
+        pytest.param(Setting(steps=12), 2, id="alone"),
+        pytest.param(Setting(processes=2, steps=6, decodes=False), 1, id="two_processes"),
     ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(setting, kills, tmp_path):

@@ -25,7 +25,8 @@ from t5x.optimizers.adafactor import Adafactor
 from tests.checkpoints.formats import huggingface_models as models
 from tests.support import disks
 from tests.support.commands import run
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 # Kernels whose sides are all at least 128, which Adafactor factors, and with either side the larger one; an embedding
 # and tables of relative positions that it does not.
@@ -106,7 +107,7 @@ def test_round_trips_are_exact_and_transformers_computes_the_same(tmp_path, fami
     np.testing.assert_array_equal(models.logits(again)[0], models.logits(made)[0])
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@pytest.mark.parametrize("layers", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned"])
 def test_optimizer_state_arrives_exactly(tmp_path, layers):
     changes = {"per_layer_relative_position_bias": True}
     arrays = training_state(**changes)
@@ -194,7 +195,7 @@ def test_optax_moments_are_stacked_with_their_parameters():
         np.testing.assert_array_equal(back[name].read(), array.read())
 
 
-def test_what_belongs_to_no_layer_arrives_too(tmp_path):
+def test_arrays_outside_layers_are_converted(tmp_path):
     """Flax's mutable collections, and the step."""
     mutable = {"flax_mutables/statistics/mean": np.arange(3, dtype=np.float32)}
     arrays = training_state() | mutable
@@ -368,7 +369,10 @@ cli.main(["convert", *sys.argv[2:]])
 """
 
 
-@pytest.mark.parametrize("signum, to", [("SIGINT", "t5x"), ("SIGTERM", "native"), ("SIGKILL", "t5x")])
+@pytest.mark.parametrize(
+    "signum, to",
+    [pytest.param("SIGINT", "t5x", marks=pytest.mark.slow), ("SIGTERM", "native"), ("SIGKILL", "t5x")],
+)
 def test_signals(occupied, hf, capsys, signum, to):
     before = snapshot(occupied)
     done = run_python("-c", KILLED, signum, hf, occupied, "--to", to, "--overwrite", cwd=REPO)

@@ -139,7 +139,7 @@ def test_overwrite_leaves_a_directory_with_a_file_of_that_name(tmp_path, capsys)
     assert sorted(os.listdir(mine)) == ["checkpoint", "thesis.txt"]
 
 
-def test_what_native_cannot_hold_is_named(tmp_path, capsys):
+def test_what_native_cannot_store_is_named(tmp_path, capsys):
     config = ALONE | {"mlp_activations": ("silu", "linear")}
     vocabulary = {f"vocabulary/targets/{name}": data for name, data in PassThroughVocabulary(10).to_files().items()}
     source = ours(tmp_path / "in", 7, params_alone(), config, vocabulary, inputs_bidirectional_attention=True)

@@ -3,6 +3,8 @@ import random
 import signal
 import time
 
+import pytest
+
 from t5x.checkpoints import CheckpointStore
 
 from .helpers import assert_same, make_tree, names, start_program
@@ -10,6 +12,7 @@ from .helpers import assert_same, make_tree, names, start_program
 KILLS = 8
 
 
+@pytest.mark.slow  # test_together.py kills one save
 def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path):
     """Each process resumes where the last was killed; it checks what it restores, bit for bit, before it goes on."""
     rng = random.Random(0)

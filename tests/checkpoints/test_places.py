@@ -63,7 +63,7 @@ def be_killed(*_) -> None:
     raise Killed
 
 
-def test_checkpoint_that_is_being_written_is_no_checkpoint_and_not_stale(model_dir):
+def test_a_checkpoint_being_written_is_neither_used_nor_stale(model_dir):
     is_writing, may_finish = threading.Event(), threading.Event()
 
     def pause() -> None:

@@ -171,7 +171,7 @@ def test_local_paths_are_not_copied(tmp_path, cache):
     assert not cache.exists()
 
 
-def test_a_changed_remote_file_is_copied_anew(fs, hf, caplog):
+def test_a_changed_remote_file_is_copied_again(fs, hf, caplog):
     upload(fs, hf, "/bucket/hf")
     first = remote_reading.stage("memory://bucket/hf")
     models.write_safetensors(hf / "model.safetensors", {n: t + 1 for n, t in models.tiny_tensors().items()})
@@ -426,7 +426,7 @@ def test_destinations_that_are_refused(fs, hf, cache):
     assert not cache.parent.exists()  # it was refused before anything was converted
 
 
-def test_what_a_killed_conversion_left_is_removed(fs, hf, cache):
+def test_leftovers_of_a_killed_conversion_are_removed(fs, hf, cache):
     uploads = cache.parent / "uploads"
     (uploads / "upload-killed" / "x").mkdir(parents=True)
     convert.convert(str(hf), "memory://bucket/new", to="hf")

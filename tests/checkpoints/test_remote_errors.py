@@ -60,7 +60,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_driver_raises_is_one_clear_message(fault, monkeypatch):
+def test_errors_of_drivers_raise_user_error(fault, monkeypatch):
     error, message = FAULTS[fault]
 
     def fail(*args, **kwargs):

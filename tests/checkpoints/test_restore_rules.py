@@ -134,7 +134,7 @@ def test_parameter_of_another_shape_is_an_error_unless_excluded():
     )
 
 
-def test_without_state_the_optimizer_and_the_step_begin_anew(caplog):
+def test_without_state_the_optimizer_and_the_step_are_reset(caplog):
     with caplog.at_level(logging.INFO):
         found = restored(checkpoint(), assignment_map=[("state.*", None)])
     expected = {n: checkpoint()[n] if n.startswith("target/") else a for n, a in initial().items()}
@@ -155,7 +155,7 @@ def test_missing_or_unexpected_arrays_raise_an_error_with_the_fix():
         restored(more, fallback_to_scratch=True)
 
 
-def test_strict_false_passes_over_what_the_model_lacks(caplog):
+def test_strict_false_skips_what_the_model_lacks(caplog):
     more = checkpoint() | {"target/adapter/kernel": np.ones((2, 3), np.float32)}
     with caplog.at_level(logging.INFO):
         assert_equal(restored(more, strict=False), checkpoint() | {"state/step": np.int32(7)})

@@ -22,9 +22,10 @@ from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from t5x.trainer.trainer import summarize
 from tests.support import tiny
-from tests.support.programs import REPO, losses
+from tests.support.paths import SHARED
+from tests.support.programs import losses
 
-FIXTURE = REPO.parent / "shared" / "data" / "t5x_testdata" / "test_t5_tiny.checkpoint_0"
+FIXTURE = SHARED / "t5x_testdata" / "test_t5_tiny.checkpoint_0"
 pytestmark = pytest.mark.skipif(not FIXTURE.is_file(), reason="the folder ../shared/data is not there")
 
 # The contents of the fixture as its makers published it.

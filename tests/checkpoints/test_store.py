@@ -176,7 +176,7 @@ def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_pa
     assert aside not in save_errors.what_to_free(store.directory)
 
 
-def test_the_newest_step_is_that_of_a_checkpoint_of_ours(store, tmp_path):
+def test_the_newest_step_ignores_third_party_directories(store, tmp_path):
     assert store.newest_step() is None
     save(store, 5, 7)
     store.path(7).rename(store.path(600))
@@ -373,7 +373,7 @@ def test_retention_does_not_count_skipped_damaged_checkpoints(tmp_path):
     assert newest == store.path(150)
 
 
-def test_a_model_dir_removed_between_saves_is_made_anew_with_a_warning_and_locked_again(tmp_path, caplog):
+def test_a_model_dir_removed_between_saves_is_recreated_with_a_warning_and_locked(tmp_path, caplog):
     run = tmp_path / "run"
     with ModelDirLock(run), CheckpointStore(run) as store:
         save(store, 1)
@@ -387,7 +387,7 @@ def test_a_model_dir_removed_between_saves_is_made_anew_with_a_warning_and_locke
     ModelDirLock(run).release()
 
 
-def test_a_model_dir_removed_with_the_directory_above_is_not_made_anew(tmp_path):
+def test_a_model_dir_removed_with_its_parent_is_not_recreated(tmp_path):
     run = tmp_path / "disk" / "run"
     with CheckpointStore(run) as store:
         save(store, 1)

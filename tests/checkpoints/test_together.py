@@ -52,7 +52,7 @@ def outputs(processes) -> list[str]:
     return [output for output, _ in said]
 
 
-def test_what_some_processes_save_others_restore_whatever_their_number(tmp_path, start):
+def test_any_number_of_processes_restores_a_save_of_another_number(tmp_path, start):
     first, second = outputs(start(tmp_path, "save", 4))
     assert first == second == "at step 0, 0 damaged\n" + "".join(f"at step {step}\n" for step in (1, 2, 3, 4))
     assert names(tmp_path) == {".lock", "checkpoint_1", "checkpoint_3", "checkpoint_4"}, "keep=2, the first is pinned"
@@ -95,7 +95,7 @@ def disk(tmp_path):
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_what_fails_in_one_process_fails_in_all_and_the_next_save_is_whole(disk, start):
+def test_a_failure_in_one_process_fails_in_all_and_the_next_save_is_complete(disk, start):
     directory, small = disk
     said = outputs(start(directory, "fail", *["fill"] * small))
     for lines in (output.splitlines() for output in said):

@@ -1,6 +1,7 @@
 """Other people's weights in our network: parity with Hugging Face, real published weights, training from them."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from t5x.runs import infer
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_params
 from tests.checkpoints.formats import huggingface_models
-from tests.support.programs import REPO, losses
+from tests.support.marks import mark_slow
+from tests.support.paths import SHARED
+from tests.support.programs import losses
 
-SHARED = REPO.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 
@@ -50,8 +52,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, scan",
+    mark_slow(
+        list(itertools.product(FAMILIES, [False, True])),
+        slow=[("T5 1.0", False), ("T5 1.1", True), ("mT5", False), ("umT5", True)],
+    ),
+)
 def test_parity_with_hugging_face(family, scan, tmp_path):
     made = huggingface_models.model(family, **FAMILIES[family]).eval()
     made.save_pretrained(tmp_path / "hf")
@@ -189,7 +196,7 @@ def test_shared_and_per_layer_biases_are_refused_with_the_reason(family, per_lay
     assert "fallback_to_scratch" not in str(error.value)
 
 
-def test_a_directory_without_a_vocabulary_says_so(tmp_path):
+def test_a_directory_without_a_vocabulary_is_reported(tmp_path):
     huggingface_models.model("T5 1.1").save_pretrained(tmp_path / "hf")
     with pytest.raises(Exception, match="vocabulary for inputs and targets"):
         model_of(open_checkpoint(tmp_path / "hf"))

@@ -18,7 +18,8 @@ import t5x as t5x_package
 from t5x._runtime import startup
 from t5x.cli import inspect_verb, main
 from t5x.cli.verbs import GIN_ENTRY_POINTS, SCRIPTS, VERBS, import_verb
-from tests.support.programs import REPO, SMALL, environment, start_python, t5x, train
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, environment, start_python, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
@@ -115,7 +116,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_that_says_how_to_fix_it(mistake, run_here, tmp_path):
+def test_a_mistake_gets_one_message_with_its_fix(mistake, run_here, tmp_path):
     arguments, expected = MISTAKES[mistake]
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
@@ -196,6 +197,7 @@ def test_infer_from_the_directory_alone(model_dir, run_here, tmp_path, monkeypat
     assert len([json.loads(line)["score"] for line in scored.out.splitlines()]) == 3
 
 
+@pytest.mark.slow  # runs/test_eval.py
 def test_eval_scores_every_checkpoint_once(model_dir, run_here, tmp_path):
     arguments = [
         "eval", "--gin_file=t5x/examples/demo/dates_eval.gin", f"--gin.CHECKPOINT_PATH={model_dir}",
@@ -225,6 +227,7 @@ def test_bad_input_to_infer(case, model_dir, run_here):
     run_here("infer", *(a.format(model=model_dir) for a in arguments), text="3 March 1997\n").refused(expected)
 
 
+@pytest.mark.slow  # inference/test_tasks.py
 def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):
     (tmp_path / "mixed.py").write_text(
         "from t5x import data\n"
@@ -305,7 +308,10 @@ def test_messages_without_a_progress_bar_do_not_pass_through_it(capsys, monkeypa
     assert capsys.readouterr().err == "a message\n"
 
 
-@pytest.mark.parametrize(("signum", "code", "says"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "terminated")])
+@pytest.mark.parametrize(
+    ("signum", "code", "says"),
+    [("SIGINT", 130, "interrupted"), pytest.param("SIGTERM", 75, "terminated", marks=pytest.mark.slow)],
+)
 def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says):
     program = """
 import jax, jax.numpy as jnp

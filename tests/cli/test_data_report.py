@@ -18,7 +18,7 @@ from t5x.data import preprocessors
 from t5x.data.example_order import Order
 from t5x.data.lanes import Stream
 from t5x.data.specs import ConcatenateAndSplit
-from tests.support.programs import REPO
+from tests.support.paths import REPO
 
 BYTES = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}
 TOKENIZE = [preprocessors.tokenize, preprocessors.append_eos_after_trim]

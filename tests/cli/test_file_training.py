@@ -28,8 +28,8 @@ from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.inference import file_inference
 from tests.inference.models import byte_model, texts
 from tests.support import commands
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[2] / "../shared/data"
 SMALL = [
     "network.T5Config.emb_dim = 8", "network.T5Config.num_heads = 2", "network.T5Config.head_dim = 4",
     "network.T5Config.mlp_dim = 16", "network.T5Config.num_encoder_layers = 1",
@@ -94,7 +94,7 @@ def scratch(files, tmp_path_factory) -> tuple[Path, str]:
     return model_dir, train(model_dir, 6, **files, size="tiny", family="byt5", eval_every=3, metric="accuracy")
 
 
-def test_from_scratch_trains_evaluates_and_says_what_to_do_next(scratch):
+def test_from_scratch_trains_evaluates_and_prints_next_steps(scratch):
     model_dir, printed = scratch
     assert steps_of(model_dir)[-1] == 6
     lines = (model_dir / "inference_eval/pairs-metrics.jsonl").read_text().splitlines()

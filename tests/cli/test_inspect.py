@@ -93,7 +93,7 @@ def test_a_path_without_a_checkpoint_raises_user_error(tmp_path, capsys, name):
     run(capsys, "inspect", tmp_path / name).refused(str(tmp_path / name))
 
 
-def test_a_model_that_is_no_t5_is_shown_all_the_same(tmp_path, capsys):
+def test_a_model_that_is_not_a_t5_is_shown(tmp_path, capsys):
     write_native(tmp_path / "other", 3, [("target/dense/kernel", np.ones((2, 3), np.float32))])
     result = run(capsys, "inspect", tmp_path / "other")
     assert result.code == 0 and "model:  unknown" in result.out and "target/dense/kernel" in result.out

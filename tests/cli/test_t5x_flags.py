@@ -70,7 +70,7 @@ def test_check_lists_required_values(run_here):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_t5x_accepts_is_a_warning(run_here, tmp_path, strict):
+def test_mistakes_that_t5x_accepts_are_warnings(run_here, tmp_path, strict):
     """An argument without effect, and an undefined macro that nothing reads."""
     (tmp_path / "unread.gin").write_text("UNREAD = %NEVER_DEFINED\n")
     arguments = [

@@ -222,7 +222,7 @@ def test_a_task_need_not_be_registered(interactive):
     assert task.splits == ("train", "validation") and "kept_apart" not in data.TaskRegistry.names()
 
 
-def test_texts_become_examples(interactive):
+def test_strings_become_examples(interactive):
     found = get_dataset_from_natural_text_examples(
         ["1", {"input": "2", "target": "3"}], interactive_preprocessors(), LENGTHS, interactive.features
     )

@@ -4,7 +4,6 @@ import collections.abc
 import inspect
 import types
 import typing
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,8 +21,8 @@ from t5x.runs.precompile import precompile
 from t5x.runs.train import train
 from t5x.scripts.convert_tf_checkpoint import convert_checkpoint
 from tests.support import programs
+from tests.support.paths import REPO
 
-ROOT = Path(__file__).parents[2]
 ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile, save, convert_checkpoint)}
 IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -48,7 +47,7 @@ from t5x.examples.t5 import network as t5_network
 @pytest.fixture
 def parse(tmp_path, monkeypatch):
     """Parses gin text, with `ENTRIES`, `script.collect` and the names in `IMPORTS`."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPO)
 
     def parse(text: str = "", **kwargs) -> None:
         configuration.clear()
@@ -349,7 +348,7 @@ RIGHT = """
 
 
 @pytest.mark.parametrize("binding", [line.strip() for line in RIGHT.strip().splitlines()])
-def test_what_users_of_t5x_pass_is_accepted(parse, caplog, binding):
+def test_types_that_users_of_t5x_pass_are_accepted(parse, caplog, binding):
     parse(f"{binding}\n")
     try:
         configuration.check()
@@ -384,18 +383,18 @@ def test_parameters_that_a_users_class_inherits_are_checked(parse, tmp_path, mon
 GIN_FILES = [
     path
     for folder in ("t5x", "tests/examples", "tests/compat/t5x_projects")
-    for path in sorted(ROOT.glob(f"{folder}/**/*.gin"))
+    for path in sorted(REPO.glob(f"{folder}/**/*.gin"))
 ]
 
 
-@pytest.mark.parametrize("path", GIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", GIN_FILES, ids=lambda path: str(path.relative_to(REPO)))
 def test_no_gin_file_is_refused(path, monkeypatch, caplog):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "tests/compat/t5x_projects")
+    monkeypatch.chdir(REPO)
+    monkeypatch.syspath_prepend(REPO / "tests/compat/t5x_projects")
     configuration.clear()
     try:
-        directories = [".", "tests/compat/t5x_projects"]
-        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=directories)
+        search_paths = [".", "tests/compat/t5x_projects"]
+        configuration.parse(gin_files=[str(path)], entry_points=ENTRIES, search_paths=search_paths)
         for entry in (None, *configuration.entry_points_in_use()):
             configuration.check(entry)
     except configuration.ConfigurationError as error:  # what other files define is missing

@@ -2,14 +2,14 @@
 
 import inspect
 import pkgutil
-from pathlib import Path
 
 import pytest
 
 from t5x.configuration import ignored_parameters
 from t5x.configuration.ignored_parameters import IGNORED
+from tests.support.paths import REPO
 
-DOCS = Path(__file__).parents[2] / "docs/configuration.md"
+DOCS = REPO / "docs/configuration.md"
 
 
 @pytest.mark.parametrize("entry", IGNORED, ids=lambda entry: entry.names[0])

@@ -2,18 +2,17 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import hypothesis
 import pytest
 
 from t5x import data
 from t5x.data import cache_reader
+from tests.support.paths import SHARED
 
 hypothesis.settings.register_profile("t5x", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("t5x")
 
-SHARED = Path(__file__).parents[2] / "../shared/data"
 
 
 @pytest.fixture

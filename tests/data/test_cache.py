@@ -19,7 +19,8 @@ from t5x.files import atomic
 from t5x.files.directory import open_directory
 from tests.data.conftest import byte_features
 from tests.support import commands
-from tests.support.programs import REPO, environment, reference_python
+from tests.support.paths import REPO
+from tests.support.programs import environment, reference_python
 
 LENGTHS = {"inputs": 16, "targets": 16}
 
@@ -105,7 +106,7 @@ def test_evaluation_gets_the_same_examples(lines, monkeypatch):
     assert examples() == expected and "inputs_pretokenized" in expected[0]
 
 
-def test_what_is_cached_ends_before_the_first_step_that_may_differ():
+def test_the_cache_ends_before_the_first_nondeterministic_step():
     @composite
     def several():
         return []
@@ -209,7 +210,7 @@ def test_a_cache_with_hashes_of_bytecode_is_refused(lines, caches, caplog):
     assert "its format is 1" in caplog.text and "`t5x cache --overwrite` rewrites it" in caplog.text
 
 
-def test_what_a_function_keeps_for_later_does_not_matter():
+def test_values_that_a_function_memoizes_are_not_hashed():
     space = {"__name__": "__main__", "_loaded": None}
     exec("def load(split):\n    global _loaded\n    _loaded = _loaded or [split]\n    return _loaded", space)
     before = fingerprint(space["load"])
@@ -233,14 +234,14 @@ def test_without_the_source_the_cache_is_used_as_it_is(lines, caplog):
     assert "task/train" in caplog.text and "train.jsonl" in caplog.text
 
 
-def test_no_directory_or_an_empty_one_is_no_cache(lines, caches, caplog):
+def test_a_missing_or_empty_directory_is_not_a_cache(lines, caches, caplog):
     assert not is_cached(make_task(lines))
     (caches / "task/train").mkdir(parents=True)
     assert not is_cached(make_task(lines))
     assert "no info.json" in caplog.text
 
 
-def test_use_cached_without_a_cache_is_said_and_goes_on(lines, caplog):
+def test_use_cached_without_a_cache_warns_and_continues(lines, caplog):
     caplog.set_level("INFO")
     assert batches(make_task(lines), count=1, use_cached=True)
     assert "use_cached=True" in caplog.text and "'task'" in caplog.text
@@ -365,12 +366,12 @@ def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers,
     assert caplog.text.count("1 bad example(s) of split 'train' of task") == 1
 
 
-def test_what_has_no_place_in_a_file_is_said(lines):
+def test_unserializable_values_raise_user_error(lines):
     with pytest.raises(UserError, match=r"train\.jsonl:1: .*'odd' contains a set"):
         write_cache(make_task(lines, [lambda example: example | {"odd": {1}}]))
 
 
-def test_a_full_disk_is_said(lines, caches, monkeypatch):
+def test_a_full_disk_is_reported(lines, caches, monkeypatch):
     from array_record.python import array_record_module
 
     if not os.path.exists("/dev/full"):
@@ -422,7 +423,7 @@ def test_the_command_caches_all_tasks_of_a_mixture(lines, write, caches, capsys,
     commands.run(capsys, "cache", "of_a_file:1", "--split", "test").refused("has no split 'test'")
 
 
-def test_missing_beam_is_said_with_what_to_do(lines, monkeypatch):
+def test_missing_beam_raises_user_error(lines, monkeypatch):
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(UserError, match="pip install apache-beam"):
         write_cache(make_task(lines), runner="DirectRunner")

@@ -162,7 +162,7 @@ def f(x):
         ("class A: y = 1\n    return A", "class A: z = 1\n    return A"),
     ],
 )
-def test_names_of_local_variables_are_told_apart(package, before, after):
+def test_names_of_local_variables_are_distinguished(package, before, after):
     versions = [package("mine", {"f": SCOPES.format(body=body)})("f").f for body in (before, after)]
     assert fingerprint(versions[0]) != fingerprint(versions[1])
 

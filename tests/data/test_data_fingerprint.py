@@ -85,7 +85,7 @@ def test_files_that_were_added_or_reordered_are_noticed(write, tmp_path):
     assert "num_examples is 75, not 50" in count and "2 files and has 3" in found
 
 
-def test_a_kept_digest_is_of_the_content_even_if_the_times_are_put_back(write, tmp_path, monkeypatch):
+def test_a_stored_digest_is_of_the_content_even_if_mtimes_are_restored(write, tmp_path, monkeypatch):
     monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(content_hashes, "_WORTH_KEEPING", 1)
     monkeypatch.setattr(content_hashes, "_SETTLED", 0)
@@ -108,7 +108,7 @@ def test_a_kept_digest_is_of_the_content_even_if_the_times_are_put_back(write, t
     assert content_hashes.hash_data_files([copy]) != first
 
 
-def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
+def test_samples_of_very_large_files_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(content_hashes, "_ALWAYS_WHOLE", 1000)
     monkeypatch.setattr(content_hashes, "_ALL_WHOLE", 10_000)
     monkeypatch.setattr(content_hashes, "_BLOCK", 10)
@@ -129,7 +129,7 @@ def test_of_very_large_data_blocks_are_hashed(tmp_path, monkeypatch):
     assert digests_after(small, 500)[1] != first[1]  # always in full
 
 
-def test_of_very_many_files_one_digest_is_kept(tmp_path, monkeypatch):
+def test_very_many_files_share_one_digest(tmp_path, monkeypatch):
     monkeypatch.setattr(content_hashes, "_LISTED", 3)
     for name in "abcd":
         (tmp_path / name).write_text(name)
@@ -161,7 +161,7 @@ def test_changed_preprocessing_is_noticed(write):
     assert all("add_eos" in one for one in changes(before, loader(file_task(path, "old: ", without))))
 
 
-def test_what_may_change_is_not_reported(write):
+def test_allowed_changes_are_not_reported(write):
     path = write("train.jsonl", PAIRS)
     before = loader(file_task(path))
     for options in ({"batch_size": 6}, {"rows": range(2)}, {"trim": False}, {"bad": BadExamples()}):
@@ -305,7 +305,7 @@ def test_another_process_with_other_hashes_and_random_states_computes_the_same(w
         assert now.changes(json.loads(done.stdout), now.start_fingerprint().result(60)) == []
 
 
-def test_what_functions_have_worked_out_meanwhile_does_not_count(write, registries):
+def test_memoized_values_of_functions_are_not_hashed(write, registries):
     with own_loader(write) as before:
         state = saved(before)
         next(before)
@@ -413,7 +413,7 @@ def test_a_position_can_be_taken_by_changed_data():
         two.restore(state, changed_data=True)
 
 
-def test_what_cannot_be_hashed_counts_by_its_name(caplog):
+def test_unhashable_values_count_by_their_name(caplog):
     caplog.set_level("INFO")
 
     def task(number):

@@ -303,7 +303,7 @@ def test_in_a_task():
         (functools.partial(preprocessors.ul2, lengths(), denoisers=[]), "denoisers is empty"),
     ],
 )
-def test_what_a_user_can_fix(objective, message):
+def test_invalid_objectives_raise_user_error(objective, message):
     with pytest.raises(UserError, match=message):
         objective(output_features=letters())
 

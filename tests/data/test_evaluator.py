@@ -188,7 +188,7 @@ def test_some_examples_only_and_the_same_each_time(add_task, use_memory_cache):
     assert seen[0] == seen[1] != ["0", "1", "2"] == seen[2]
 
 
-def test_tasks_without_split_or_metrics_are_left_out_of_a_mixture(add_task, caplog):
+def test_tasks_without_split_or_metrics_are_excluded_from_a_mixture(add_task, caplog):
     add_task("whole")
     add_task("trained", splits=("train",))
     add_task("unscored", metric_fns=())
@@ -290,7 +290,7 @@ def test_a_logger_of_ones_own(add_task, tmp_path):
         evaluator(logger_cls=[Remember])
 
 
-def test_what_can_be_wrong_with_metrics_is_said_with_task_and_function(add_task):
+def test_errors_of_metrics_name_the_task_and_the_function(add_task):
     def divides(targets, predictions):
         return {"ratio": 1 / 0}
 
@@ -328,7 +328,7 @@ def test_a_model_that_returns_too_few_rows_is_refused(add_task):
         evaluator().evaluate(step=0, predict_fn=lambda batch: all_right(batch)[:1])
 
 
-def test_bad_examples_are_errors_or_are_passed_over(add_task):
+def test_bad_examples_are_errors_or_are_skipped(add_task):
     add_task(pairs=[("France", "Paris"), (None, "Rome"), ("Spain", "Madrid")])
     with pytest.raises(data.BadExample):
         evaluator()

@@ -226,7 +226,7 @@ def test_padding_at_the_end_of_an_example_is_not_packed_and_a_zero_inside_is_kep
     assert row["decoder_target_tokens"].tolist() == [3, 5, 0]
 
 
-def test_what_an_example_takes_of_a_row():
+def test_space_of_an_example_in_a_row():
     lengths = {"inputs": 5, "targets": 4}
     example = {"inputs": [1] * 9, "targets": [2, 2]}
     encdec = EncDecFeatureConverter(pack=True)

@@ -38,7 +38,7 @@ def test_batches_have_the_models_features():
     np.testing.assert_array_equal(batch["encoder_input_tokens"], batch["decoder_target_tokens"])
 
 
-def test_the_state_is_of_the_batches_handed_out_not_of_those_ahead():
+def test_the_state_ignores_prefetched_batches():
     with train(make_task(numbered(50))) as loader:
         next(loader)
         next(loader)
@@ -51,7 +51,7 @@ def test_the_state_is_of_the_batches_handed_out_not_of_those_ahead():
         np.testing.assert_array_equal(next(loader)["encoder_input_tokens"], following["encoder_input_tokens"])
 
 
-def test_a_closed_loader_goes_on_where_it_was():
+def test_a_closed_loader_resumes():
     task = make_task(numbered(50))
     with train(task) as loader:
         expected = [next(loader)["encoder_input_tokens"] for _ in range(4)]
@@ -100,7 +100,7 @@ def drop_thirds(example):
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("new_size", [2, 3, 8])
 @pytest.mark.parametrize("extra", [[], [drop_thirds]])
-def test_a_batch_of_another_size_goes_on_behind_what_was_read(new_size, extra, pack):
+def test_another_batch_size_resumes_after_the_examples_read(new_size, extra, pack):
     task = make_task(numbered(400), preprocessors=[*extra, preprocessors.tokenize])
 
     def loader(size):
@@ -204,7 +204,7 @@ def test_trimming_off_names_the_example():
 
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_examples_that_are_too_long_are_passed_over_where_the_user_says_so(pack, workers):
+def test_too_long_examples_are_skipped_on_request(pack, workers):
     lengths = [1, 3, 9, 2, 9, 4]
     task = make_task([{"inputs": "x" * n, "targets": str(i)} for i, n in enumerate(lengths)], [preprocessors.tokenize])
     cfg = config(
@@ -242,7 +242,7 @@ def test_training_needs_lengths():
         train(make_task(numbered(3)), task_feature_lengths=None)
 
 
-def test_a_missing_seed_is_zero_and_said(caplog):
+def test_a_missing_seed_is_zero_and_logged(caplog):
     task = make_task(numbered(20))
     with caplog.at_level(logging.INFO, "t5x"), train(task, seed=None) as loader, train(task, seed=0) as zero:
         np.testing.assert_array_equal(next(loader)["encoder_input_tokens"], next(zero)["encoder_input_tokens"])
@@ -345,7 +345,7 @@ def test_real_translation_data(shared_data, t5_model_file):
     assert all(vocabulary.decode(example["targets"]) in german for example in examples)
 
 
-def test_what_append_eos_after_trim_cuts_is_counted(caplog):
+def test_truncations_by_append_eos_after_trim_are_counted(caplog):
     texts = [{"inputs": "a" * n, "targets": "b"} for n in (2, 5, 6, 7, 30)]
     steps = (data.preprocessors.tokenize, data.preprocessors.append_eos_after_trim)
     with caplog.at_level(logging.INFO, "t5x"), train(make_task(texts, steps), batch_size=5) as loader:

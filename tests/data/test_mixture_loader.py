@@ -140,7 +140,7 @@ def test_joined_documents_lose_and_repeat_nothing(registries):
     np.testing.assert_array_equal(read[read > 0], tokens)
 
 
-def test_bad_documents_are_passed_over_where_they_are(write):
+def test_bad_documents_are_skipped_in_their_turn(write):
     """Documents are read ahead; those that cannot be read are counted, or refused, when their turn comes."""
     lines = [f'{{"targets": [{i + 10}, {i + 10}, {i + 10}]}}\n' for i in range(40)]
     lines[25] = "{broken\n"
@@ -216,7 +216,7 @@ def test_tasks_with_other_vocabularies_are_not_mixed(registries):
         train_loader(cfg, feature_converter=data.EncDecFeatureConverter())
 
 
-def test_a_mixture_without_the_split_says_which_there_are(registries):
+def test_a_mixture_without_the_split_lists_its_splits(registries):
     add("one")
     data.MixtureRegistry.add("some", ["one"], default_rate=1)
     cfg = data.DatasetConfig("some", LENGTHS, "validation", 2, shuffle=False, seed=0)

@@ -81,7 +81,7 @@ def test_tokenize_passes_ids_through():
 
 
 @pytest.mark.parametrize("value", [None, 3])
-def test_tokenize_names_the_feature_that_is_no_text(value):
+def test_tokenize_names_a_feature_that_is_not_a_string(value):
     with pytest.raises(UserError, match="feature 'targets': only text"):
         tokenize({"targets": value}, BYTES)
 

@@ -71,7 +71,7 @@ def test_glue_labels(label, expected):
 @pytest.mark.parametrize(
     ("label", "message"), [(2, "not one of 0 to 1"), (-2, "not one of"), (0.5, "not one of"), (None, "not a number")]
 )
-def test_glue_names_a_label_that_is_none(label, message):
+def test_glue_names_an_invalid_label(label, message):
     with pytest.raises(UserError, match=message):
         glue({"text": "?", "label": label, "idx": 0}, "x", ["no", "yes"])
 
@@ -131,6 +131,6 @@ def test_filter_by_string_length_counts_bytes():
 
 
 @pytest.mark.parametrize("step", [functools.partial(translate, source_language="de", target_language="en"), lower_text])
-def test_what_is_no_text_is_named(step):
+def test_values_that_are_not_strings_are_named(step):
     with pytest.raises(UserError, match="is not text but 'None'"):
         step({"de": None, "en": "x", "text": None})

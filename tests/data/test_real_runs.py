@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from t5x import data
-from tests.support.programs import REPO, losses, t5x
+from tests.support.paths import REPO, SHARED
+from tests.support.programs import losses, t5x
 
-SHARED = REPO.parent / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 

@@ -196,7 +196,7 @@ def test_rows_choose_their_tasks_independently():
         (Position(cursor=2), Position(cursor=2, returned=2), 6),  # some examples of the piece that starts at position 5
     ],
 )
-def test_another_batch_size_resumes_right_after_the_last_example_that_a_row_has_begun(first, second, next_position):
+def test_another_batch_size_resumes_after_the_last_example_that_a_row_started(first, second, next_position):
     lanes = [[0, 1, 4, *first], [1, 1, 9, *second]]
     for size in (1, 3):
         cursor = -(-next_position // size)

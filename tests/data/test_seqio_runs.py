@@ -3,16 +3,16 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from t5x._runtime.errors import UserError
-from t5x.data import import_task_module
-from tests.support.programs import REPO, SMALL, losses, once_for_all_workers, reference_python, run_reference
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, losses, once_for_all_workers, reference_python, run_reference
+
+pytestmark = pytest.mark.nightly  # compat/t5x_projects/test_projects.py reads tasks of seqio more quickly
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
@@ -86,7 +86,7 @@ def test_rates_are_those_of_seqio(runs):
     assert ours == pytest.approx(theirs) and set(ours) == {"lines", "questions"}
 
 
-def test_an_interrupted_run_goes_on_exactly(runs):
+def test_an_interrupted_run_resumes_exactly(runs):
     assert runs.codes == [0, 0, 0], runs.second[-2000:]
     assert "checkpoint_2" in runs.second.split("compiled")[0]
     assert losses(runs.directory / "cut") == losses(runs.directory / "whole")
@@ -143,13 +143,6 @@ def test_a_task_that_needs_lengths_is_shown(runs):
 
 def test_models_take_over_vocabularies_of_seqio(runs):
     assert runs.vocabularies == ["ByteVocabulary(extra_ids=0)", "ByteVocabulary(extra_ids=3)"]
-
-
-def test_without_seqio_the_message_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "seqio", None)
-    (tmp_path / "needs_seqio.py").write_text("import seqio\n")
-    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
-        import_task_module(str(tmp_path / "needs_seqio.py"))
 
 
 def test_shipped_gin_files_run_where_seqio_is_installed_and_tensorflow_stays_out(tmp_path):

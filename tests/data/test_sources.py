@@ -55,7 +55,7 @@ def test_text_lines(write, name, content, expected):
     assert texts(TextLineDataSource({"train": write(name, content)})) == expected
 
 
-def test_header_lines_are_left_out_of_each_file(write):
+def test_header_lines_of_each_file_are_skipped(write):
     write("a.txt", "head\n1\n")
     path = write("b.txt", "head\n2\n3\n")
     source = TextLineDataSource({"train": os.path.join(os.path.dirname(path), "?.txt")}, skip_header_lines=1)
@@ -161,7 +161,7 @@ def test_an_unclosed_quote_is_found(write):
         ("x.csv", b'a,"b"c\n1,2\n', "expected"),
     ],
 )
-def test_what_can_be_wrong_with_a_header(write, name, content, complaint):
+def test_header_errors(write, name, content, complaint):
     path = write(name, content)
     make = CsvDataSource if name.endswith("csv") else TsvDataSource
     with pytest.raises(UserError, match=f"{path}:1: .*{complaint}"):
@@ -188,7 +188,7 @@ def test_compressed_json_lines_of_real_data(shared_data):
     st.booleans(),
     st.sampled_from(["\r", " \t\r"]),
 )
-def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines, skip, bom, last_end, blank):
+def test_blank_lines_are_skipped_wherever_chunks_end(tmp_path_factory, lines, skip, bom, last_end, blank):
     path = tmp_path_factory.mktemp("lines") / "x.txt"
     content = "\n".join(lines) + ("\n" if last_end and lines else "")
     path.write_bytes(("\ufeff" if bom else "").encode() + content.encode())
@@ -228,7 +228,7 @@ def test_a_broken_json_line_is_named(write, line, complaint):
         source.example("train", 1)
 
 
-def test_json_lines_of_spaces_are_passed_over(write):
+def test_json_lines_of_spaces_are_skipped(write):
     source = JsonLinesDataSource({"train": write("x.jsonl", '  {"x": 0}\n   \n\n\t \r\n{"x": 1}  \n  ')})
     assert everything(source) == [{"x": 0}, {"x": 1}]
     assert source.location("train", 1).endswith("x.jsonl:5")
@@ -291,13 +291,13 @@ def test_a_missing_directory(tmp_path):
         source.num_examples("train")
 
 
-def test_a_pattern_that_matches_nothing_says_where_it_looked(write, tmp_path):
+def test_a_pattern_without_matches_names_the_directory(write, tmp_path):
     write("data.csv", "")
     with pytest.raises(UserError, match=rf"pattern '\*\.jsonl' in {tmp_path}, .*data\.csv"):
         JsonLinesDataSource({"train": str(tmp_path / "*.jsonl")}).num_examples("train")
 
 
-def test_a_directory_is_no_file(tmp_path):
+def test_a_directory_instead_of_a_file_raises_user_error(tmp_path):
     with pytest.raises(UserError, match="is a directory"):
         JsonLinesDataSource({"train": str(tmp_path)}).num_examples("train")
 

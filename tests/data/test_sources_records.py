@@ -216,7 +216,7 @@ def test_a_file_that_is_cut_or_damaged_anywhere_is_noticed(tmp_path_factory, dat
         source.example("train", index)
 
 
-def test_records_that_are_no_examples(tmp_path):
+def test_records_that_are_not_examples(tmp_path):
     path = tmp_path / "x.tfrecord"
     path.write_bytes(record(b"plain text"))
     with pytest.raises(BadExample, match=rf"{path}, record 1: .*tf\.train\.Example"):

@@ -44,7 +44,7 @@ def test_a_name_is_taken_once(registries):
         data.MixtureRegistry.add("sum", ["sum"], default_rate=1)
 
 
-def test_an_unknown_name_says_what_is_near_and_how_tasks_come_about(registries):
+def test_an_unknown_name_lists_similar_ones_and_explains_registration(registries):
     add("wmt14_ende_v003")
     with pytest.raises(UserError) as error:
         data.get_mixture_or_task("wmt_ende_v003")
@@ -206,7 +206,7 @@ def test_bad_outputs(made, complaint):
     assert "example 0 of" in str(error.value)
 
 
-def test_a_function_of_a_tf_data_dataset_is_told_what_to_do():
+def test_a_function_of_a_tf_data_dataset_raises_user_error():
     def lower(dataset):
         return dataset.map(lambda example: example)
 
@@ -261,7 +261,7 @@ def test_an_unknown_split_is_named(registries):
         add("sum").pipeline("test")
 
 
-def test_a_missing_vocabulary_is_no_fault_of_the_data(tmp_path):
+def test_a_missing_vocabulary_is_not_a_bad_example(tmp_path):
     features = {"inputs": data.Feature(data.SentencePieceVocabulary(str(tmp_path / "none.model")))}
     source = data.FunctionDataSource(lambda split: [{"inputs": "a"}], ("train",))
     with pytest.raises(UserError, match=r"none\.model") as error:

@@ -147,7 +147,7 @@ def test_copies_and_pickles_still_work(t5_model_file):
         assert other == vocabulary
 
 
-def test_the_file_is_read_when_needed_and_a_missing_one_says_how_to_mend_it(tmp_path):
+def test_the_file_is_read_lazily_and_a_missing_one_raises_user_error(tmp_path):
     vocabulary = SentencePieceVocabulary(str(tmp_path / "spiece.model"))
     with pytest.raises(UserError) as error:
         vocabulary.encode("a")
@@ -165,7 +165,7 @@ def test_a_remote_file_that_cannot_be_read_names_the_package(monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfenot a model", b"version https://git-lfs.github.com/spec/v1\n"])
-def test_a_file_that_is_no_model(tmp_path, content):
+def test_a_file_that_is_not_a_model(tmp_path, content):
     (tmp_path / "x.model").write_bytes(content)
     with pytest.raises(UserError, match="not a SentencePiece model"):
         SentencePieceVocabulary(str(tmp_path / "x.model")).encode("a")
@@ -210,7 +210,7 @@ def test_tokenizer_files_with_equal_content_are_equal(tiny_tokenizer_file, tmp_p
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_a_file_that_is_not_a_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json of Hugging Face"):
         HuggingFaceVocabulary(str(tmp_path / "tokenizer.json")).encode("a")
@@ -257,7 +257,7 @@ def test_half_a_surrogate_pair_is_refused(t5_model_file):
             vocabulary.encode(json.loads('"\\ud83e oh"'))
 
 
-def test_bytes_that_are_no_utf8_are_refused():
+def test_invalid_utf8_is_refused():
     assert ByteVocabulary().encode("ä".encode()) == ByteVocabulary().encode("ä")
     with pytest.raises(UserError, match="not valid Unicode"):
         ByteVocabulary().encode(b"\xff\xfe")

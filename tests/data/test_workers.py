@@ -73,7 +73,7 @@ def bad(example):
     return {"inputs": [example["number"] + 3], "targets": [1] * (example["number"] % 9)}
 
 
-def test_what_workers_pass_over_and_cut_is_counted():
+def test_skipped_and_truncated_examples_of_workers_are_counted():
     task = make_task([{"number": i} for i in range(40)], [bad])
     with loader(task, workers=2, bad=BadExamples()) as source:
         seen = {int(x) - 3 for batch in take(source, 10) for x in batch["encoder_input_tokens"][:, 0]}
@@ -104,7 +104,7 @@ def test_a_bug_of_a_preprocessor_shows_where_it_is():
         next(source)
 
 
-def test_a_worker_that_is_killed_is_said():
+def test_a_killed_worker_is_reported():
     with loader(workers=2) as source:
         next(source)
         os.kill(source._source._workers[1]._process.pid, signal.SIGKILL)

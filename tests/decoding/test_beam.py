@@ -11,6 +11,7 @@ from t5x._runtime.errors import UserError
 from t5x.decoding import NEG_INF, beam_search
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
+from tests.support.marks import mark_slow
 
 
 def padded(tokens, length):
@@ -32,8 +33,13 @@ def beam_search_of_the_table():
     return search
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0, -0.7])
-@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize(
+    "ties, alpha",
+    mark_slow(
+        {f"{kind}-{alpha}": (kind == "ties", alpha) for kind in ("random", "ties") for alpha in (0.0, 0.6, 2.0, -0.7)},
+        slow=["random-0.6", "random--0.7", "ties-0.0", "ties-2.0"],
+    ),
+)
 def test_a_wide_beam_finds_what_exhaustive_search_finds(alpha, ties):
     batch, vocab, length, beams = 500, 4, 4, 54  # 2 * 54 = 108 candidates in the last step: none is dropped
     made = (Languages.with_ties if ties else Languages.random)(0, batch, vocab, length)
@@ -52,8 +58,13 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(alpha, ties):
         assert (sorted(found) if ties else found) == (sorted(expected) if ties else expected)
 
 
-@pytest.mark.parametrize("beams", [1, 2, 5])
-@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize(
+    "ties, beams",
+    mark_slow(
+        {f"{kind}-{beams}": (kind == "ties", beams) for kind in ("random", "ties") for beams in (1, 2, 5)},
+        slow=["random-1", "random-2", "ties-1", "ties-5"],
+    ),
+)
 def test_stopping_early_never_changes_the_result(beams, ties):
     """Compare with a search that always runs to the last position; some examples never end.
 

@@ -12,6 +12,7 @@ from t5x.data import ByteVocabulary
 from t5x.decoding import NEG_INF, DecodingState, beam_search, constraints, greedy_decode, temperature_sample
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
+from tests.support.marks import mark_slow
 
 DECODERS = {
     "greedy": (greedy_decode, {}),
@@ -104,7 +105,8 @@ def test_repetition_penalty_by_its_definition():
 CHOICES = [[2, 3], [2], [3, 3, 0, 2], [0], [3, 2, 2], [2, 0, 3], [2, 3]]
 
 
-@decoders
+# Others in test_models.py and inference: a single choice greedily, the most likely ones with beams.
+@pytest.mark.parametrize("decode_fn, options", mark_slow(DECODERS, slow=["greedy", "beam", "sample"]))
 def test_only_choices_are_generated(decode_fn, options):
     made = Languages.random(2, 400, 4, 6)
     tokens, scores = made.decode(decode_fn, logit_callback_fn=constraints.choices(CHOICES), **options)

@@ -10,6 +10,7 @@ import torch
 from t5x.decoding import beam_search, constraints, greedy_decode
 from tests.checkpoints.formats import huggingface_models
 from tests.checkpoints.test_weights import SHARED, needs_data, ours
+from tests.support.marks import mark_slow
 
 LENGTH = 9
 PENALTIES = (1.0, 0.0, 2.5, -1.0)
@@ -72,7 +73,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("beams, early_stopping, options, processors", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "beams, early_stopping, options, processors", mark_slow(CASES, slow=["3 beams", "4 beams, never early"])
+)
 def test_beam_search(models, beams, early_stopping, options, processors):
     theirs, model, params, inputs = models
     callback = constraints.chain(processors) if processors else None
@@ -100,6 +103,7 @@ def test_greedy(models):
         np.testing.assert_array_equal(tokens, generate(theirs, inputs, **options)[0])
 
 
+@pytest.mark.slow  # inference/test_real.py
 @needs_data
 def test_real_weights_give_the_beams_of_hugging_face(tmp_path):
     directory = huggingface_models.real_directory(tmp_path / "titler", SHARED)

@@ -77,7 +77,7 @@ def test_numbers_without_a_meaning_are_refused(decode_fn, name, value):
     [({"num_decodes": 100_000}, ["100000", "--beams"]), ({"length": 10**9}, ["1000000000", "--max_length"])],
     ids=["beams", "length"],
 )
-def test_what_does_not_fit_into_memory_is_refused_with_what_does(make, asked, names, monkeypatch):
+def test_too_large_options_are_refused_with_those_that_fit(make, asked, names, monkeypatch):
     monkeypatch.setattr(limits, "available_memory", lambda: 5e7)
     model = make(decode_fn=decoding.beam_search)
     with pytest.raises(UserError, match=r"50\.0 MB of memory are free") as error:

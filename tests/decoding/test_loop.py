@@ -15,6 +15,7 @@ from t5x.network import T5Config, Transformer
 from t5x.partitioning import axis_rules
 from tests.decoding.languages import EOS, Languages
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 BATCH, LENGTH = 40, 6
 EACH = np.arange(BATCH) / BATCH
@@ -56,7 +57,7 @@ def decoded(way: str, *, shrink: bool) -> tuple[np.ndarray, np.ndarray, list[int
     return np.asarray(tokens), np.asarray(scores), sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mark_slow(list(WAYS), slow=["greedy", "sampling for each", "beams", "beams for each"]))
 def test_results_are_those_of_a_single_loop(way):
     tokens, scores, steps = decoded(way, shrink=True)
     wanted, wanted_scores, together = decoded(way, shrink=False)
@@ -128,8 +129,13 @@ def test_a_callback_that_may_depend_on_the_batch_keeps_it_whole():
         assert tokens.shape == (BATCH, 1, LENGTH)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("decodes", [1, 2])
+@pytest.mark.parametrize(
+    "decodes, scan",
+    mark_slow(
+        {"1-unrolled": (1, False), "1-scanned": (1, True), "2-unrolled": (2, False), "2-scanned": (2, True)},
+        slow=["1-unrolled", "1-scanned", "2-unrolled"],
+    ),
+)
 def test_a_network_continues_with_the_remaining_rows(scan, decodes):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=scan)
     params = tiny.random_params(config, seed=4)

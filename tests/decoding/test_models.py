@@ -18,6 +18,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.partitioner import compiler_options
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
 
@@ -67,7 +68,7 @@ def log_probs_of(tokens, batch=BATCH):
     return (found * counted).sum(-1).reshape(rows, decodes), counted.sum(-1).reshape(rows, decodes)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("scan", mark_slow({"unrolled": False, "scanned": True}, slow=["scanned"]))
 def test_scores_of_beams_are_those_of_their_sequences(scan):
     """So caches follow their beams, and beams share the encoder's output."""
     tokens, scores = beams(scan)
@@ -88,7 +89,9 @@ def test_scores_of_samples_are_those_of_their_sequences():
     np.testing.assert_allclose(scores, log_probs_of(tokens)[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("decode_fn", [decoding.beam_search, decoding.temperature_sample])
+@pytest.mark.parametrize(
+    "decode_fn", mark_slow([decoding.beam_search, decoding.temperature_sample], slow=[decoding.temperature_sample])
+)
 def test_the_batch_and_its_padding_change_nothing(decode_fn):
     sampling = decode_fn is decoding.temperature_sample
     of = model(decode_fn, default_decoder_params={"topk": 0} if sampling else None)
@@ -242,7 +245,7 @@ def test_scores_with_intermediates():
     assert np.shape(sown["seen"][0]) == ()
 
 
-@pytest.mark.parametrize("config", [tiny.T5_1_0, tiny.T5_1_1], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", mark_slow({"tied": tiny.T5_1_0, "untied": tiny.T5_1_1}, slow=["tied"]))
 def test_first_logits(config):
     of, weights = tiny.model(config), tiny.random_params(config)
     wanted = np.random.default_rng(0).integers(0, 31, (6, 3)).astype(np.int32)

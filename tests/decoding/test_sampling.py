@@ -13,6 +13,7 @@ from t5x._runtime.errors import UserError
 from t5x.decoding import example_keys, greedy_decode, temperature_sample
 from t5x.decoding.sampling import topk_mask, topp_mask
 from tests.decoding.languages import EOS, Languages
+from tests.support.marks import mark_slow
 
 
 def exact(table, length, *, temperature=1.0, topk=0, topp=0.0):
@@ -43,19 +44,23 @@ def exact(table, length, *, temperature=1.0, topk=0, topp=0.0):
     return found
 
 
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0, "topk": 3},
+    {"topk": 2},
+    {"topp": 0.7},
+    {"temperature": 1.7, "topp": 0.9},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0, "topk": 3},
-        {"topk": 2},
-        {"topp": 0.7},
-        {"temperature": 1.7, "topp": 0.9},
-    ],
-    ids=str,
+    "traced, options",
+    mark_slow(
+        {f"{traced}-{options}": (traced, options) for traced in (False, True) for options in FILTERS},
+        slow=[f"False-{options}" for options in FILTERS if options != {"temperature": 2.0, "topk": 3}],
+    ),
 )
-@pytest.mark.parametrize("traced", [False, True])
 def test_frequencies(options, traced):
     draws, length = 20_000, 3
     one = Languages.random(7, 1, 5, length)

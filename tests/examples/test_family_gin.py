@@ -14,9 +14,8 @@ from t5x.runs.eval import evaluate
 from t5x.runs.infer import infer
 from t5x.runs.precompile import precompile
 from t5x.runs.train import train
+from tests.support.paths import SHARED
 
-REPO = Path(__file__).parents[2]
-SHARED = REPO.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 PACKAGE = Path(t5x.__file__).parent
@@ -208,7 +207,7 @@ def test_the_model_has_the_size_of_t5xs(name):
     assert f"{PARAMETERS[name]:,} parameters" in read(path)
 
 
-def test_no_model_file_is_left_out_of_the_table():
+def test_the_table_has_all_model_files():
     models = {path for path in GIN_FILES if re.search("^network.T.+Config:", read(path), flags=re.MULTILINE)}
     untabled = models - {f"t5x/examples/{name}.gin" for name in PARAMETERS}
     assert {path for path in untabled if not re.search("demo|local_tiny", path)} == set()

@@ -20,6 +20,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from tests.examples.users_t5 import UsersTransformer
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 
 def users_model(config: T5Config) -> EncoderDecoderModel:
@@ -55,8 +56,14 @@ def test_a_users_network_has_our_parameters_and_logical_axes(config):
 
 @pytest.mark.parametrize(
     "config, batch",
-    [(T5_1_0, tiny.batch()), (T5_1_1, tiny.batch()), (T5_1_1, tiny.packed_batch())],
-    ids=["1.0 padded", "1.1 padded", "1.1 packed"],
+    mark_slow(
+        {
+            "1.0 padded": (T5_1_0, tiny.batch()),
+            "1.1 padded": (T5_1_1, tiny.batch()),
+            "1.1 packed": (T5_1_1, tiny.packed_batch()),
+        },
+        slow=["1.0 padded", "1.1 padded"],
+    ),
 )
 def test_a_users_network_computes_our_logits_and_loss(config, batch):
     params = random_params(config)
@@ -78,6 +85,7 @@ def test_a_users_network_decodes_our_tokens_through_its_own_cache():
     np.testing.assert_array_equal(theirs, ours)
 
 
+@pytest.mark.slow  # models/test_models.py trains a third-party module
 def test_a_users_network_trains():
     model = users_model(dataclasses.replace(T5_1_1, num_decoder_layers=1, dropout_rate=0.1, dtype="bfloat16"))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))

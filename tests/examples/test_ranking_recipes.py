@@ -48,7 +48,7 @@ def directory(tmp_path):
             registry.remove(name)
 
 
-def test_what_rankers_are_trained_on(directory):
+def test_training_examples_of_rankers(directory):
     mixture = ranking.pairs(directory, VOCABULARY, TEMPLATE)
     assert ranking.pairs(directory, VOCABULARY, TEMPLATE) is mixture
     rates = {task.name: (rate, task.num_input_examples("train")) for task, rate in task_rates(mixture).items()}

@@ -156,6 +156,7 @@ def test_a_recipe_is_a_whole_configuration(recipe, capsys):
     assert f"MIXTURE_OR_TASK_NAME = @{task}()" in said.out and "DROPOUT_RATE = 0.1" in said.out
 
 
+@pytest.mark.slow  # apps/answering tests each of its steps
 def test_squad_from_training_to_answers(capsys, tmp_path, tasks_before):
     """Training, evaluation, predictions by gin, and answers, with a tiny model over bytes, on SQuAD 2.0's format."""
     path = squad_files.write(tmp_path / "dev-v2.0.json", squad_files.version_2())

@@ -54,7 +54,7 @@ def test_a_task_is_that_of_t5(theirs, name):
 
 
 @pytest.mark.parametrize("module", ["t5.data.mixtures", "t5.data.tasks"])
-def test_without_t5_its_tasks_are_ours(module):
+def test_without_t5_the_tasks_of_the_package_are_used(module):
     """This environment does not have t5."""
     assert import_task_module(module) is t5_tasks
     with pytest.raises(ModuleNotFoundError):

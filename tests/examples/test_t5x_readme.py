@@ -22,7 +22,10 @@ from sentencepiece import sentencepiece_model_pb2
 from t5x import configuration
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.runs.train import train
-from tests.support.programs import REPO, run_reference
+from tests.support.paths import REPO
+from tests.support.programs import run_reference
+
+pytestmark = pytest.mark.nightly
 
 PROGRAM = Path(__file__).parent / "programs/readme_commands.py"
 TASK = "wmt_t2t_ende_v003"

@@ -61,7 +61,7 @@ def test_temporaries_are_unique_and_never_an_existing_file_or_link(tmp_path, mon
     assert len({atomic.unique_name(tmp_path / "file") for _ in range(100)}) == 100
 
 
-def test_what_stands_under_a_name_that_could_be_guessed_is_left_alone(tmp_path):
+def test_files_at_guessable_temporary_names_are_left_alone(tmp_path):
     (tmp_path / "theirs").write_bytes(b"theirs")
     planted = [tmp_path / f"file.tmp{suffix}" for suffix in ("", f"-{os.getpid()}", "-0-00000000-0000000g")]
     for path in planted:
@@ -71,7 +71,7 @@ def test_what_stands_under_a_name_that_could_be_guessed_is_left_alone(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"ours" and not (tmp_path / "file").is_symlink()
 
 
-def test_what_a_killed_writer_left_is_removed_and_that_of_a_live_one_is_not(writer, tmp_path):
+def test_temporaries_of_killed_but_not_of_live_writers_are_removed(writer, tmp_path):
     process, temporary = writer
     others = [tmp_path / "file.tmp", tmp_path / "file.tmp-12-34", tmp_path / f"{temporary[:-17]}ffffffff-00000000"]
     for path in others:  # the last one is of another host

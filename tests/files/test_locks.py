@@ -18,7 +18,7 @@ def test_a_lock_is_exclusive_until_it_is_released(tmp_path):
         locks.acquire(tmp_path / "lock")
 
 
-def test_the_lock_of_a_file_that_was_removed_meanwhile_is_not_taken_for_the_new_one(tmp_path, monkeypatch):
+def test_the_lock_of_a_removed_file_is_not_that_of_the_new_one(tmp_path, monkeypatch):
     path, try_lock, calls = tmp_path / "lock", locks.try_lock, []
 
     def removes_it_first(descriptor):

@@ -35,7 +35,7 @@ def is_unread(name: str) -> bool:
     return name.startswith(("checkpoint_", "events."))
 
 
-def test_what_changes_is_uploaded_and_found_by_the_next_start(remote):
+def test_changes_are_uploaded_and_found_by_the_next_start(remote):
     (remote / "checkpoint_1/state").write_bytes(b"large")
     with local_files(remote.url, writes=True, unread=is_unread) as (directory, upload):
         write(directory, "train/metrics.jsonl", "1\n")

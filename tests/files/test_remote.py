@@ -73,7 +73,7 @@ def test_a_file_is_read(server):
         ("stalled/file.jsonl", r"the server has sent nothing for 0\.5 s.*T5X_REMOTE_TIMEOUT"),
     ],
 )
-def test_what_the_server_answers_is_reported(path, message, server, monkeypatch):
+def test_the_response_of_the_server_is_reported(path, message, server, monkeypatch):
     if "T5X_REMOTE_TIMEOUT" in message:
         monkeypatch.setenv("T5X_REMOTE_TIMEOUT", "0.5")
     with pytest.raises(UserError, match=f"^{server}/{path}: {message}"):
@@ -92,7 +92,7 @@ def test_a_broken_server_is_not_an_empty_one(server):
         HuggingFaceDataSource(f"{server}/500")
 
 
-def test_a_time_limit_that_is_none(server, monkeypatch):
+def test_an_invalid_time_limit(server, monkeypatch):
     monkeypatch.setenv("T5X_REMOTE_TIMEOUT", "soon")
     with pytest.raises(UserError, match="T5X_REMOTE_TIMEOUT is 'soon'"):
         read(f"{server}/file.jsonl")

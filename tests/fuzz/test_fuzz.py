@@ -13,7 +13,7 @@ from tests.fuzz.originals import FORMATS, write_originals
 # Both outcomes are certain to occur only among many.
 COUNTS = [
     pytest.param(77, {"refused"}, id="few"),
-    pytest.param(500, {"loaded", "refused"}, id="many", marks=pytest.mark.slow),
+    pytest.param(500, {"loaded", "refused"}, id="many", marks=pytest.mark.nightly),
 ]
 
 

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from tests.inference.models import byte_model, texts
-from tests.support.programs import REPO, environment, start_python
+from tests.support.paths import REPO
+from tests.support.programs import environment, start_python
 
 SHARDS = 2
 

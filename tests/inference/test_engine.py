@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import t5x
 from t5x import data
 from t5x.data.dataset_config import DatasetConfig
 from t5x.inference.engine import Engine
@@ -15,7 +14,6 @@ from t5x.inference.task_inference import IndexedExample, TaskExamples, TaskJob
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
 from t5x.partitioning import PjitPartitioner
-from tests.inference.models import byte_model
 from tests.support import tiny
 
 ROWS = 4
@@ -23,9 +21,9 @@ EXAMPLES = [{"inputs": [5, 6, number + 3, 1], "targets": [7, 1]} for number in r
 LENGTHS = {"inputs": 8, "targets": 3}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    return t5x.load(str(byte_model(tmp_path_factory.mktemp("engine") / "model"))).engine
+@pytest.fixture
+def engine(loaded_tiny_t5):
+    return loaded_tiny_t5.engine
 
 
 def sown(params, batch, rng):

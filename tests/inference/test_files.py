@@ -15,6 +15,7 @@ from t5x.inference.chunks import Chunks
 from t5x.inference.file_inference import infer_file
 from tests.inference.models import byte_model, texts
 from tests.support import commands
+from tests.support.marks import mark_slow
 from tests.support.programs import run_python
 
 LENGTHS = {"max_length": 6, "max_input_length": 24}
@@ -63,7 +64,7 @@ def test_results_are_in_the_order_of_the_input(place, expected):
 HOW = {"greedy": {}, "a beam": {"beams": 3, "num_return": 2}, "sampling": {"temperature": 1.3, "top_k": 20, "seed": 5}}
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", mark_slow(list(HOW), slow=["greedy", "a beam"]))
 def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, place, tmp_path):
     one = infer(place, tmp_path / "one.jsonl", batch_size=8, output_ids=True, **HOW[how])
     shards = [
@@ -199,7 +200,7 @@ def test_other_weights_at_the_same_path_are_another_model(place, half_done):
     assert half_done.run(texts(20)) == texts(20) and half_done.calls == [4]
 
 
-def test_a_run_does_not_go_on_in_another_dtype(half_done, monkeypatch):
+def test_a_run_does_not_resume_in_another_dtype(half_done, monkeypatch):
     from t5x.inference import loaded
 
     monkeypatch.setattr(file_inference, "load", loaded.load)
@@ -346,7 +347,7 @@ def test_a_model_without_a_vocabulary_takes_one(tmp_path, capsys, monkeypatch):
     assert set(read(tmp_path / "out.jsonl")[0]) == {"inputs", "prediction", "score", "prediction_tokens"}
 
 
-def test_scores_that_are_no_numbers_are_counted(tmp_path, capsys, monkeypatch):
+def test_nan_scores_are_counted(tmp_path, capsys, monkeypatch):
     from safetensors.numpy import load_file, save_file
 
     from t5x.inference import loaded

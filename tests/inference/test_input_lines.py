@@ -66,7 +66,7 @@ def test_a_file_that_is_not_there_and_a_directory(tmp_path):
         Lines(str(tmp_path), needs_targets=False)
 
 
-def test_texts_of_an_option(tmp_path):
+def test_inputs_of_an_option(tmp_path):
     path = tmp_path / "choices.txt"
     path.write_bytes("\ufeffja\r\n\n n\u00e9 \n".encode())
     assert read_texts(str(path), "--choices") == ["ja", " n\u00e9 "]

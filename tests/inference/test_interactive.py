@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 
 import t5x
-from tests.inference.models import LETTERS, byte_model
+from tests.inference.models import LETTERS
+from tests.support.marks import mark_slow
 from tests.support.programs import start_python
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return byte_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +33,9 @@ def random_texts(rng, count):
     return ["".join(rng.choice(list(LETTERS), rng.integers(0, 511))) for _ in range(count)]
 
 
-def test_one_to_eight_inputs_of_any_length_need_three_programs(directory, compiled, caplog):
+def test_one_to_eight_inputs_of_any_length_need_three_programs(tiny_t5, compiled, caplog):
     caplog.set_level("INFO", "t5x")
-    model, rng = t5x.load(str(directory)), np.random.default_rng(0)
+    model, rng = t5x.load(str(tiny_t5)), np.random.default_rng(0)
     for warm_up in (["a"], ["a", "b"], ["a", "b" * 300]):
         model.generate(warm_up, max_length=4)
     assert sorted(r.message.split()[2] for r in caplog.records if r.message.startswith("compiling")) == [
@@ -54,10 +50,10 @@ def test_one_to_eight_inputs_of_any_length_need_three_programs(directory, compil
 WAYS = {"greedy": {}, "beams": {"beams": 3, "num_return": 3}, "beams of Hugging Face": {"num_beams": 2}}
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_few_inputs_get_what_many_do(directory, options):
+@pytest.mark.parametrize("options", mark_slow(WAYS, slow=["beams of Hugging Face"]))
+def test_few_inputs_get_what_many_do(tiny_t5, options):
     """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
-    model, texts = t5x.load(str(directory)), random_texts(np.random.default_rng(1), 12)
+    model, texts = t5x.load(str(tiny_t5)), random_texts(np.random.default_rng(1), 12)
     many = model.generate(texts, max_length=5, **options)
     few = [result for i in range(0, 12, 4) for result in model.generate(texts[i : i + 4], max_length=5, **options)]
     flat = lambda results: [g for r in results for g in ([r] if isinstance(r, t5x.Generation) else r)]
@@ -65,15 +61,15 @@ def test_few_inputs_get_what_many_do(directory, options):
     assert np.allclose([g.score for g in flat(few)], [g.score for g in flat(many)], atol=1e-4)
 
 
-def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
+def test_a_line_typed_at_the_prompt_is_answered_at_once(tiny_t5):
     terminal, stdin = pty.openpty()
-    command = ["-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+    command = ["-m", "t5x", "infer", f"--model={tiny_t5}", "--input=-", "--max_length=4"]
     pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start_python(*command, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
         os.close(stdin)
         limit = threading.Timer(100, process.kill)
         limit.start()
-        expected = t5x.load(str(directory))
+        expected = t5x.load(str(tiny_t5))
         for text in ("abc", "hadcggg"):
             os.write(terminal, f"{text}\n".encode())
             answer = json.loads(process.stdout.readline())
@@ -86,8 +82,8 @@ def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
     os.close(terminal)
 
 
-def test_lines_before_a_bad_one_get_results(directory):
-    command = ["-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+def test_lines_before_a_bad_one_get_results(tiny_t5):
+    command = ["-m", "t5x", "infer", f"--model={tiny_t5}", "--input=-", "--max_length=4"]
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     with start_python(*command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
         out, err = process.communicate(b"abc\n\xff\n", 300)

@@ -20,6 +20,7 @@ def place(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow  # apps/ranking/test_kills.py, apps/answering/test_answers.py: the same loop
 def test_two_shards_through_kills(place):
     for name, count in (("undisturbed", 0), ("killed", 2)):
         assert kills.run(place, place / name / "out.jsonl", count, random.Random(1), BATCH_SIZE) == count
@@ -28,6 +29,7 @@ def test_two_shards_through_kills(place):
     assert sum(part.count(b"\n") for part in expected) == LINES
 
 
+@pytest.mark.slow  # as above
 def test_a_stopped_run_keeps_finished_chunks_and_resumes(place):
     output, name = place / "asked" / "out.jsonl", "out.jsonl-00000-of-00002"
     assert kills.start(place, 0, place / "asked" / "whole.jsonl", BATCH_SIZE).wait() == 0

@@ -47,7 +47,7 @@ def test_contradictory_options_are_refused(case):
         Decoding(**options).decode_fn(Letters(), 8)
 
 
-def test_what_just_fits_is_taken():
+def test_options_at_their_limits_are_accepted():
     Decoding(min_length=7).decode_fn(Letters(), 8)
     Decoding(beams=259).decode_fn(Letters(), 8)
     Decoding(top_k=10**12).decode_fn(Letters(), 8)

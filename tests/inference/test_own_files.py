@@ -77,7 +77,7 @@ def a_file(directory: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
 @pytest.mark.parametrize("make", [a_note, chunks_of_others, a_link, a_link_to_chunks, a_file])
-def test_a_directory_that_is_not_ours_is_refused_and_left_alone(make, more, run_verb, tmp_path):
+def test_a_third_party_directory_is_refused_and_left_alone(make, more, run_verb, tmp_path):
     make(tmp_path / "tmp-out")
     before = contents(tmp_path)
     run_verb("infer", tmp_path / "out", *more).refused(str(tmp_path / "tmp-out"), "another output")
@@ -102,7 +102,7 @@ def test_a_link_in_the_place_of_a_chunk_is_not_followed(killed, run_verb, tmp_pa
     assert contents(tmp_path) == {"out": (tmp_path / "out").read_bytes(), "theirs": b"mine"}
 
 
-def test_what_others_put_into_the_directory_stays(killed, run_verb, tmp_path):
+def test_third_party_files_in_the_directory_stay(killed, run_verb, tmp_path):
     directory = killed("infer")
     (directory / "out-chunk-notes.txt").write_text("mine")
     done = run_verb("infer", tmp_path / "out")

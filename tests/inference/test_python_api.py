@@ -5,7 +5,6 @@ import filecmp
 import json
 import re
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +15,14 @@ from t5x._runtime.errors import UserError
 from t5x.inference.options import Decoding, translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return t5x.load(str(byte_model(tmp_path_factory.mktemp("models") / "tiny")))
+@pytest.fixture
+def model(loaded_tiny_t5):
+    return loaded_tiny_t5
 
 
 def test_text_and_beams_are_those_of_transformers_by_its_own_names(tmp_path):
@@ -46,7 +45,7 @@ def test_text_and_beams_are_those_of_transformers_by_its_own_names(tmp_path):
     assert [str(each) for each in found] == expected
 
 
-def test_names_of_transformers_become_ours():
+def test_names_of_transformers_become_those_of_t5x():
     assert translate_arguments({"do_sample": True, "top_p": 0.9}) == {"temperature": 1.0, "top_k": 50, "top_p": 0.9}
     assert translate_arguments({"do_sample": False, "temperature": 0.7}) == {}
     assert translate_arguments({"num_beams": 4}) == {"beams": 4, "length_penalty": 1.0}
@@ -202,7 +201,7 @@ def test_pipelines_return_what_those_of_transformers_did(model):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 @pytest.mark.parametrize("names", [["tokenizer.json"], ["spiece.model", "tokenizer.json"]])
-def test_a_tokenizer_json_survives_the_way_there_and_back(tmp_path, names):
+def test_a_tokenizer_json_round_trips(tmp_path, names):
     """Alone, as transformers 5 saves it, or beside the SentencePiece model, which is the one in use."""
     tensors = huggingface_models.tiny_tensors() | {"shared.weight": np.ones((32128, 4))}
     huggingface_models.write_directory(tmp_path / "hf", tensors, huggingface_models.tiny_config(vocab_size=32128))
@@ -217,7 +216,7 @@ def test_a_tokenizer_json_survives_the_way_there_and_back(tmp_path, names):
     assert t5x.load(tmp_path / "back").tokenize(text) == model.tokenize(text) == expected
 
 
-def test_decoding_options_survive_the_way_there_and_back(model, tmp_path):
+def test_decoding_options_round_trip(model, tmp_path):
     """Hugging Face -> ours -> Hugging Face, by `save`."""
     directory = byte_model(tmp_path / "hf")
     options = {"num_beams": 2, "max_new_tokens": 4, "length_penalty": 0.6, "no_repeat_ngram_size": 3}

@@ -1,14 +1,13 @@
 """A real Flan-T5 small, compared with what transformers computed with the same weights."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import t5x
 from tests.checkpoints.formats.huggingface_models import real_directory
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 

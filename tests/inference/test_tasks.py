@@ -23,6 +23,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.runs import infer
 from tests.inference.models import byte_model, texts
 from tests.support import commands
+from tests.support.marks import mark_slow
 
 COUNT = 20
 FEATURES = {name: data.Feature(data.ByteVocabulary(extra_ids=125)) for name in ("inputs", "targets")}
@@ -118,7 +119,7 @@ def test_a_mixture_task_by_task_and_what_is_complete_stays(place, model, expecte
         run(place, model, tmp_path, "infer_mixed", batch_size=2)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]"])
+@pytest.mark.parametrize("content", mark_slow(["", "{", "[]"], slow=["{", "[]"]))
 def test_a_damaged_completed_file_is_reported(content, place, model, tmp_path):
     (path,) = run(place, model, tmp_path, "infer_two")
     Path(f"{path}.COMPLETED").write_text(content)
@@ -126,7 +127,7 @@ def test_a_damaged_completed_file_is_reported(content, place, model, tmp_path):
         run(place, model, tmp_path, "infer_two")
 
 
-@pytest.mark.parametrize("keep_position", [True, False])
+@pytest.mark.parametrize("keep_position", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes(keep_position, place, model, expected, tmp_path, monkeypatch):
     options = {"checkpoint_ds_iter": keep_position}
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +167,7 @@ def test_a_run_that_was_killed_before_it_removed_its_chunks_is_cleaned_up(place,
     assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.COMPLETED", "model-info.txt"]
 
 
-def test_a_directory_that_is_not_ours_is_refused_and_left_alone(place, model, tmp_path):
+def test_a_third_party_directory_is_refused_and_left_alone(place, model, tmp_path):
     theirs = tmp_path / "tmp-infer_two-predict.jsonl-00000-of-00001" / "note.txt"
     theirs.parent.mkdir()
     theirs.write_text("mine")
@@ -317,6 +318,7 @@ def test_the_output_is_its_chunks_each_once_and_in_order(place, model, expected,
     assert [line["inputs"] for line in read(path)] == [line["inputs"] for line in read(expected)]
 
 
+@pytest.mark.slow
 def test_more_chunks_than_five_digits_count_are_merged_in_their_order(tmp_path):
     said = {0: b"first ", 10_001: b"second ", 99_999: b"third ", 100_001: b"last"}
     for number in range(100_002):

@@ -4,7 +4,8 @@ import json
 import os
 
 from tests.inference.models import byte_model, texts
-from tests.support.programs import REPO, free_port, start_python
+from tests.support.paths import REPO
+from tests.support.programs import free_port, start_python
 
 COUNT = 10
 

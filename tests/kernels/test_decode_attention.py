@@ -87,7 +87,10 @@ def test_offsets_choose_the_rows_before_the_position():
     assert error(made, expected(query, gather(key), gather(value), Mask(position=jnp.int32(position)))) < 0.01
 
 
-@pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 3), (decoding.greedy_decode, 1)])
+@pytest.mark.parametrize(
+    ("decode", "decodes"),
+    [(decoding.beam_search, 3), pytest.param(decoding.greedy_decode, 1, marks=pytest.mark.slow)],
+)
 def test_row_offsets_do_not_change_what_is_decoded(decode, decodes):
     """40 rows that end at different times, the last in a smaller loop."""
     config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2 if decodes > 1 else 1)
@@ -112,7 +115,7 @@ SCALED = gpu_network.T5Config(**dataclasses.asdict(tiny.T5_1_1), scale_attn_logi
     ("decode", "decodes", "config"),
     [
         (decoding.beam_search, 2, tiny.T5_1_1),
-        (decoding.greedy_decode, 1, tiny.T5_1_1),
+        pytest.param(decoding.greedy_decode, 1, tiny.T5_1_1, marks=pytest.mark.slow),
         (decoding.greedy_decode, 1, SCALED),
     ],
     ids=["beam", "greedy", "scaled"],

@@ -19,6 +19,7 @@ from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.kernels.choice import ops
 from t5x.kernels.flash_attention import flash_attention
 from t5x.kernels.flash_kernels import Block, MaskRules, Tiles
+from tests.support.marks import mark_slow
 from tests.support.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -96,7 +97,7 @@ def dtype_here(dtype: str = "bfloat16") -> str:
     return dtype if ON_GPU else "float32"
 
 
-@pytest.mark.parametrize("blocks", [SMALL, OTHER, FOR_TPU])
+@pytest.mark.parametrize("blocks", [SMALL, pytest.param(OTHER, marks=pytest.mark.slow), FOR_TPU])
 def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     ids = packed(2, 85, 3)
     mask = Mask(key_segments=ids, query_segments=ids)
@@ -116,7 +117,7 @@ def test_packed_rows_on_a_tpu_in_bfloat16_with_the_blocks_that_are_chosen():
     check(300, 300, Mask(ids, ids), width=64, bidirectional=True, dtype="bfloat16", for_tpu=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
     check(70, 70, Mask(key_segments=segments([70, 9], 70), causal=True), bidirectional=False, width=64, dtype=dtype)
 
@@ -171,7 +172,7 @@ def test_chosen_blocks_fit_short_rows_and_one_another(head_dim: int):
         assert blocks.key.k == min(64, max(16, pl.next_power_of_2(k)))  # short queries leave the keys' blocks whole
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mark_slow(range(12), slow=[*range(1, 9), 10]))
 def test_no_block_with_work_is_skipped(seed: int):
     rng = np.random.default_rng(seed)
     block = Block(*rng.choice([(4, 4), (8, 4), (4, 8)]))

@@ -11,7 +11,8 @@ import pytest
 from t5x.kernels import norms
 from t5x.kernels.ops import rms_norm
 from tests.support import tiny
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 INTERPRET = jax.default_backend() == "cpu"
 EPSILON = 1e-6

@@ -14,7 +14,9 @@ from t5x.kernels.choice import ops, use
 from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention
 from tests.kernels.simulated import InterpretedAttention
 from tests.support import tiny
-from tests.support.programs import REPO, run_python
+from tests.support.marks import mark_slow
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 from tests.support.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -60,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mark_slow(list(CASES), slow=CASES.keys() - {"packed"}))
 def test_prepared_attention_is_bitwise_the_same(case):
     mask, bidirectional, options = CASES[case]
     found, wanted = (results(mask, bidirectional, is_prepared=made, **options) for made in (True, False))
@@ -68,7 +70,7 @@ def test_prepared_attention_is_bitwise_the_same(case):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
 
 
-def test_what_was_prepared_is_not_used_for_other_fields():
+def test_prepared_attention_is_not_used_for_other_fields():
     like = jax.ShapeDtypeStruct((2, 33, 2, 16), jnp.dtype(DTYPE))
     prepare = lambda *parts: attention.prepare(like, like, *parts, "pallas")
     mask, bias = jax.jit(prepare)(Mask(IDS, IDS), RelativeBias(arrays((2, 32))[0], True))
@@ -83,7 +85,9 @@ def test_what_was_prepared_is_not_used_for_other_fields():
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(segments([33, 5, 20, 33], 33))], ids=["full rows", "padding"])
+@pytest.mark.parametrize(
+    "mask", mark_slow({"full rows": Mask(), "padding": Mask(segments([33, 5, 20, 33], 33))}, slow=["padding"])
+)
 def test_a_layer_may_attend_with_some_of_the_rows(mask):
     query, key, value, weights = (x.astype(DTYPE) for x in arrays(*[(4, 33, 2, 16)] * 4))
     some = lambda tree: jax.tree.map(lambda x: x[:2], tree)
@@ -152,7 +156,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("case", NETWORKS)
+@pytest.mark.parametrize("case", mark_slow(list(NETWORKS), slow=NETWORKS.keys() - {"dropout"}))
 def test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference(case):
     changes, enable_dropout = NETWORKS[case]
     config = dataclasses.replace(CONFIG, **changes)
@@ -171,6 +175,7 @@ def test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference(ca
         assert scale > 0 and np.linalg.norm(one - other) <= (5e-2 if ON_GPU else 5e-3) * scale, path
 
 
+@pytest.mark.slow  # the logits of networks[dropout], and a decoder alone without gradients
 def test_inference_prepares_and_computes_the_same_as_the_reference():
     found, wanted = (
         jax.jit(logits)(params)
@@ -271,7 +276,7 @@ print(dict(partitioner.mesh.shape))
     ("case", "target"),
     [
         ("(4, True, (1, 0)), (4, False, (1,))", "triton"),
-        ("(3, True, (1,)),", "triton"),
+        pytest.param("(3, True, (1,)),", "triton", marks=pytest.mark.slow),
         ("(4, True, (1, 0)), (4, False, (1,))", "tpu"),
     ],
     ids=["even", "uneven", "tpu"],

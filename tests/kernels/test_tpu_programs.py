@@ -25,6 +25,8 @@ from tests.support import tiny
 
 pytest.importorskip("libtpu", reason="compiles with libtpu: `make tpu`")
 
+pytestmark = pytest.mark.nightly
+
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 CONFIG = dataclasses.replace(SIZES["tiny"], head_dim=64, dtype="bfloat16", scan_layers=True, dropout_rate=0.1)
 ROWS, INPUTS, TARGETS = 8, 300, 100

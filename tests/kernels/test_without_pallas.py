@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import REPO, environment
+from tests.support.paths import REPO
+from tests.support.programs import environment
 
 PALLAS = "jax.experimental.pallas"
 

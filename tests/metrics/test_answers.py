@@ -3,7 +3,6 @@ import json
 import re
 import string
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 from t5x import metrics
 from t5x._runtime.errors import UserError
+from tests.support.paths import SHARED
 
-SQUAD = Path(__file__).parents[2] / "../shared/data/squad_dev_v1.1/dev-v1.1.json.zip"
+SQUAD = SHARED / "squad_dev_v1.1/dev-v1.1.json.zip"
 needs_squad = pytest.mark.skipif(not SQUAD.is_file(), reason="SQuAD (../shared/data/squad_dev_v1.1) is not here")
 
 

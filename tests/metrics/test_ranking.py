@@ -3,7 +3,6 @@ import itertools
 import json
 import logging
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,9 @@ from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics import ranking
+from tests.support.paths import SHARED
 
-MSMARCO = Path(__file__).parents[2] / "../shared/data/msmarco_dl"
+MSMARCO = SHARED / "msmarco_dl"
 needs_msmarco = pytest.mark.skipif(not MSMARCO.is_dir(), reason="TREC DL (../shared/data/msmarco_dl) is not here")
 
 # Results of ranx 0.3.21 for BM25: {(year, relevance level): …}

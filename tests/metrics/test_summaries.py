@@ -1,12 +1,11 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from t5x import metrics
 from t5x._runtime.errors import UserError
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[2] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data (../shared/data) is not here")
 
 # Scores of rouge_score 0.1.2, without its stemmer: rouge1, rouge2, rouge3, rougeL, rougeLsum.

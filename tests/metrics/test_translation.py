@@ -8,8 +8,9 @@ import pytest
 from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.metrics.bleu_rouge import bleu_signature, chrf_signature
+from tests.support.paths import SHARED
 
-WMT = Path(__file__).parents[2] / "../shared/data/wmt21_22_ende"
+WMT = SHARED / "wmt21_22_ende"
 needs_wmt = pytest.mark.skipif(not WMT.is_dir(), reason="the WMT outputs (../shared/data/wmt21_22_ende) are not here")
 
 

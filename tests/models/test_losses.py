@@ -10,7 +10,8 @@ import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.models import losses
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

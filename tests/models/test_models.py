@@ -132,7 +132,7 @@ def test_scores_can_be_differentiated():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, loss)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
     """All rows of a batch add to the same two columns; bfloat16 would lose most of the sum."""
     model, params, batch = tiny_model(dtype="bfloat16", logits_via_embedding=tied)

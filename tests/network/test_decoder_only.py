@@ -16,6 +16,7 @@ from t5x.network import DecoderWrapper, TransformerConfig
 from tests.reference import decoder_only_numpy as reference
 from tests.reference import t5_torch
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 TIED = TransformerConfig(
     vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_layers=2, mlp_activations=("relu",),
@@ -103,9 +104,16 @@ def every_logits(config: TransformerConfig, scan: bool) -> dict[tuple[str, bool]
     return dict(zip(kinds, jax.jit(compute)(params), strict=True))
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@attention
-@pytest.mark.parametrize("config, scan", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "config, scan, prefix, kind",
+    mark_slow(
+        {
+            f"{name}-{'prefix' if prefix else 'causal'}-{kind}": (*CASES[name], prefix, kind)
+            for name in CASES for prefix in (False, True) for kind in BATCHES
+        },
+        slow=["tied-causal-padded", "tied, scanned-causal-padded", "untied-causal-padded"],
+    ),
+)
 def test_logits(config, scan, prefix, kind):
     batch = BATCHES[kind]
     expected = reference_logits(reference.random_params(config, seed=3), config, batch, prefix)
@@ -156,6 +164,7 @@ def initial_params(config: TransformerConfig) -> dict:
     return jax.jit(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"])()
 
 
+@pytest.mark.slow  # test_initial.py: the same stacks, for T5
 def test_scanned_layers_start_from_the_same_values():
     scanned = initial_params(dataclasses.replace(PER_LAYER, scan_layers=True))
     jax.tree.map(np.testing.assert_array_equal, stacked(initial_params(PER_LAYER)), scanned)
@@ -242,7 +251,7 @@ def _leaf(tree: dict, path: tuple, scan: bool) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "config, scan, prefix",
-    [(UNTIED, False, False), (UNTIED, False, True), (TIED, True, True)],
+    [(UNTIED, False, False), pytest.param(UNTIED, False, True, marks=pytest.mark.slow), (TIED, True, True)],
     ids=["causal", "prefix", "prefix, scanned"],
 )
 def test_greedy_decoding_continues_after_prefixes_of_different_lengths(config, scan, prefix):

@@ -22,18 +22,30 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from tests.checkpoints.formats import huggingface_models
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 FIXED = {"ByT5": {"num_layers": 3, "num_decoder_layers": 1, "vocab_size": 384}}
-# (family, whether its layers are scanned). T5 1.1, mT5 and ByT5 are one architecture.
-CASES = [
-    ("T5 1.0", False),
-    ("T5 1.0", True),
-    ("T5 1.1", False),
-    ("mT5", True),
-    ("ByT5", False),
-    ("umT5", False),
-    ("umT5", True),
-]
+# (family, whether its layers are scanned).
+CASES = {
+    f"{family}, {'scanned' if scan else 'unrolled'}": [family, scan]
+    for family, scan in [
+        ("T5 1.0", False),
+        ("T5 1.0", True),
+        ("T5 1.1", False),
+        ("mT5", True),
+        ("ByT5", False),
+        ("umT5", False),
+        ("umT5", True),
+    ]
+}
+
+
+def cases(*slow: str) -> pytest.MarkDecorator:
+    """T5 1.1, mT5 and ByT5 are one architecture; checkpoints/test_weights.py loads mT5's own checkpoints."""
+    slow = ("T5 1.0, unrolled", "mT5, scanned", "ByT5, unrolled", "umT5, unrolled", *slow)
+    return pytest.mark.parametrize("case", mark_slow(CASES, slow=slow), indirect=True)
+
+
 LENGTH = 12  # of what is decoded
 
 
@@ -67,7 +79,7 @@ class Case:
     gradients: Any
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}, {'scanned' if c[1] else 'unrolled'}")
+@pytest.fixture(scope="module")
 def case(request, tmp_path_factory) -> Case:
     family, scan = request.param
     seed = request.param_index
@@ -108,6 +120,7 @@ def _encoder_inputs(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {"input_ids": inputs, "attention_mask": (inputs > 0).long()}
 
 
+@cases("umT5, scanned")
 def test_loss_and_gradients(case):
     (loss, _), gradients = jax.jit(jax.value_and_grad(case.model.loss_fn, has_aux=True))(case.params, case.batch)
     np.testing.assert_allclose(loss, case.loss, atol=1e-4)
@@ -120,6 +133,7 @@ def test_loss_and_gradients(case):
     jax.tree_util.tree_map_with_path(agree, gradients, case.gradients)
 
 
+@cases("T5 1.0, scanned", "umT5, scanned")
 def test_greedy_decoding(case):
     inputs = tiny.batch(1, rows=8, inputs=30, vocab=case.model.module.config.vocab_size)["encoder_input_tokens"]
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": np.zeros((8, LENGTH), np.int32)}
@@ -133,6 +147,7 @@ def test_greedy_decoding(case):
     np.testing.assert_array_equal(jax.jit(case.model.predict_batch)(case.params, batch), expected)
 
 
+@cases()
 def test_logits_of_the_full_pass_and_of_single_steps(case):
     module = case.model.module
 

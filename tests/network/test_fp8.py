@@ -22,6 +22,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import RunState, restore_or_init, restore_state
 from tests.support import tiny
+from tests.support.marks import mark_slow
 from tests.support.programs import run_python
 
 CONFIG = dataclasses.replace(
@@ -50,8 +51,18 @@ def with_gradients(function, x, kernels, cotangents):
     return jax.jit(run)(x, kernels, cotangents)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shapes", [[(64, 48), (64, 32)], [(64, 2, 24)]], ids=["two kernels", "fused"])
+@pytest.mark.parametrize(
+    "shapes, dtype",
+    mark_slow(
+        {
+            "two kernels-float32": ([(64, 48), (64, 32)], "float32"),
+            "two kernels-bfloat16": ([(64, 48), (64, 32)], "bfloat16"),
+            "fused-float32": ([(64, 2, 24)], "float32"),
+            "fused-bfloat16": ([(64, 2, 24)], "bfloat16"),
+        },
+        slow=["two kernels-bfloat16", "fused-float32"],
+    ),
+)
 def test_matmuls_are_exact_for_the_rounded_operands(dtype, shapes):
     # Multiples of 16: our kernels quantize those on a GPU, where XLA may omit the rounding of others.
     x, *kernels = (array.astype(dtype) for array in tiny.arrays((2, 48, 64), *shapes))
@@ -135,6 +146,7 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_every_matmul_of_scanned_and_unrolled_layers_has_a_history():
     found = []
     for config in (CONFIG, SCANNED):
@@ -169,6 +181,7 @@ def equations(jaxpr, primitive):
             yield from equations(inner, primitive)
 
 
+@pytest.mark.slow
 def test_the_history_does_not_depend_on_microbatches():
     (whole, _), (parts, _) = (stepper(CONFIG, n)(initial_state(), batch(0)) for n in (1, 2))
     jax.tree.map(
@@ -178,6 +191,7 @@ def test_the_history_does_not_depend_on_microbatches():
         np.testing.assert_allclose(one, other, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_training_in_fp8_follows_training_without_it():
     losses = []
     for config in (WITHOUT, CONFIG):
@@ -191,7 +205,7 @@ def test_training_in_fp8_follows_training_without_it():
     np.testing.assert_allclose(made, exact, atol=0.05 * exact[0])
 
 
-@pytest.mark.parametrize("config", [CONFIG, SCANNED], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("config", mark_slow({"unrolled": CONFIG, "scanned": SCANNED}, slow=["unrolled"]))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
     layout, step, state = layout_of(config), stepper(config), initial_state(config)
     for i in range(3):
@@ -264,6 +278,7 @@ print(json.dumps([x[..., 0].tolist() for x in jax.tree.leaves(trainer.train_stat
 """
 
 
+@pytest.mark.slow
 def test_devices_that_share_rows_and_parameters_find_the_history_of_one():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     done = run_python("-c", ON_DEVICES, env=os.environ | {"XLA_FLAGS": flags})

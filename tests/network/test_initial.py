@@ -14,6 +14,7 @@ from t5x.network import DecoderWrapper, Transformer, TransformerConfig, initial_
 from t5x.partitioning import rules
 from t5x.partitioning.logical import axis_rules
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 TOKENS = jnp.ones((1, 3), jnp.int32)
 DECODER = TransformerConfig(
@@ -40,7 +41,9 @@ def tokens_of(module):
     return (TOKENS,) * (2 if isinstance(module, DecoderWrapper) else 3)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", mark_slow(list(MODULES), slow=["1.0", "bias in every layer", "one layer, recomputed", "scanned"])
+)
 def test_they_are_those_of_the_module(name):
     module = MODULES[name]
     made, init = compiled_variables(module), functools.partial(module.init, enable_dropout=False)
@@ -49,7 +52,7 @@ def test_they_are_those_of_the_module(name):
     jax.tree.map(np.testing.assert_array_equal, made, own)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_scanned_layers_start_from_the_same_values(axis):
     scanned = Transformer(dataclasses.replace(WIDE, scan_layers=True, param_scan_axis=axis))
     made, unrolled = (compiled_variables(module)["params"] for module in (scanned, Transformer(WIDE)))

@@ -14,6 +14,7 @@ from t5x.network import blocks
 from t5x.network import keys as keys_module
 from t5x.network.keys import Keys, dropout
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 SHAPES = {"mlp": (1, 40), "out": (40,), "mlp/hidden": (3, 5)}
 
@@ -115,7 +116,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("case", mark_slow(list(LAYERS), slow=["remat", "jit"]))
 def test_layers_may_have_a_transform_of_their_own(case):
     (x,) = tiny.arrays((2, 5, 12))
     plain, transformed = map(Users, LAYERS[case])

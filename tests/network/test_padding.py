@@ -123,6 +123,7 @@ def test_training_step_with_inner_padding_raises_user_error(fused):
     assert trainer.train_state is layout.abstract
 
 
+@pytest.mark.slow
 def test_scores_in_bfloat16_are_those_of_the_reference(fused):
     config = dataclasses.replace(tiny.WIDE, head_dim=64, dtype="bfloat16")
     params, lengths = tiny.random_params(config), {"inputs": 8, "targets": 4}

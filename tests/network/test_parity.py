@@ -12,6 +12,7 @@ from t5x.kernels.attention_inputs import bucket
 from t5x.models import losses
 from tests.reference import t5_torch
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 ODD = dataclasses.replace(
     tiny.T5_1_1, num_heads=1, head_dim=7, num_encoder_layers=3, num_decoder_layers=1, vocab_size=37
@@ -24,13 +25,15 @@ BATCHES = {
 }
 
 
-@pytest.fixture(params=CONFIGS, ids=str)
-def config(request):
-    return CONFIGS[request.param]
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-def test_logits(config, kind):
+@pytest.mark.parametrize(
+    "name, kind",
+    mark_slow(
+        {f"{name}-{kind}": (name, kind) for name in CONFIGS for kind in BATCHES},
+        slow=["1.0-long", "odd-padded", "odd-packed"],
+    ),
+)
+def test_logits(name, kind):
+    config = CONFIGS[name]
     batch = BATCHES[kind]
     params = t5_torch.random_params(config, seed=3)
     ours = jax.jit(tiny.model(config).compute_logits)(tiny.as_float32(params), batch)
@@ -44,8 +47,24 @@ def test_logits(config, kind):
 FACTORS = [None, 233.5, "num_real_target_tokens", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 
 
-@pytest.mark.parametrize("kind, factor", [("padded", "NUM_REAL_TARGET_TOKENS"), ("packed", "AVERAGE_PER_SEQUENCE")])
-def test_loss_and_gradients(config, kind, factor):
+@pytest.mark.parametrize(
+    "name, kind, factor",
+    mark_slow(
+        {
+            f"{name}-{kind}-{factor}": (name, kind, factor)
+            for name in CONFIGS
+            for kind, factor in [("padded", "NUM_REAL_TARGET_TOKENS"), ("packed", "AVERAGE_PER_SEQUENCE")]
+        },
+        slow=[
+            "1.0-packed-AVERAGE_PER_SEQUENCE",
+            "1.1-padded-NUM_REAL_TARGET_TOKENS",
+            "odd-padded-NUM_REAL_TARGET_TOKENS",
+            "odd-packed-AVERAGE_PER_SEQUENCE",
+        ],
+    ),
+)
+def test_loss_and_gradients(name, kind, factor):
+    config = CONFIGS[name]
     batch = BATCHES[kind]
     params = t5_torch.random_params(config, seed=4)
     options = {"z_loss": 0.01, "label_smoothing": 0.1, "loss_normalizing_factor": factor}
@@ -76,7 +95,9 @@ def test_every_normalising_factor(kind, factor, smoothing, z_loss):
     np.testing.assert_allclose((z_part * scale).sum(), float(expected_z), rtol=1e-5)
 
 
-def test_greedy_decoding_and_scores(config):
+@pytest.mark.parametrize("name", mark_slow(list(CONFIGS), slow=["1.0"]))
+def test_greedy_decoding_and_scores(name):
+    config = CONFIGS[name]
     batch = tiny.batch(5, rows=6, targets=12)
     params = t5_torch.random_params(config, seed=6)
     model = tiny.model(config, decode_fn=greedy_decode)

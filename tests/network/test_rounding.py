@@ -24,6 +24,7 @@ from t5x.network.keys import Keys
 from t5x.network.layers import MLP, RMSNorm, join_kernels
 from t5x.partitioning.partitioner import compiler_options
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 BOUND = 1e-2
 NARROW = "bfloat16"
@@ -134,9 +135,9 @@ def test_attention_to_a_cache(beams: int, length: int):
     ("batch", "length", "vocab", "options"),
     [
         (5, 37, 317, {}),
-        (4, 19, 300, {"scale": 0.25}),
+        pytest.param(4, 19, 300, {"scale": 0.25}, marks=pytest.mark.slow),
         (3, 101, 2048, {"z_loss": 1e-2, "scale": 0.25}),
-        (9, 13, 640, {"label_smoothing": 0.1}),
+        pytest.param(9, 13, 640, {"label_smoothing": 0.1}, marks=pytest.mark.slow),
     ],
 )
 def test_the_loss_without_all_logits(batch: int, length: int, vocab: int, options: dict, monkeypatch):
@@ -183,7 +184,12 @@ def test_norms(rows: int):
 
 @pytest.mark.parametrize(
     ("rows", "length", "activations"),
-    [(3, 37, ("gelu", "linear")), (5, 1, ("gelu", "linear")), (9, 131, ("gelu", "linear")), (3, 21, ("relu",))],
+    [
+        (3, 37, ("gelu", "linear")),
+        (5, 1, ("gelu", "linear")),
+        pytest.param(9, 131, ("gelu", "linear"), marks=pytest.mark.slow),
+        (3, 21, ("relu",)),
+    ],
 )
 def test_gates(rows: int, length: int, activations: tuple[str, ...]):
     """9 times 131 positions are many enough for a GPU to compute what goes in once."""
@@ -204,7 +210,9 @@ def test_gates(rows: int, length: int, activations: tuple[str, ...]):
     check("gate joined before", jax.jit(fast)(x, join_kernels(params)), exactly(plain, x, params))
 
 
-@pytest.mark.parametrize(("rows", "inputs", "targets"), [(3, 37, 21), (9, 151, 131)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "targets"), [(3, 37, 21), pytest.param(9, 151, 131, marks=pytest.mark.slow)]
+)
 def test_layers(rows: int, inputs: int, targets: int):
     """One of each tower; its roundings add up, so that all gradients are taken together."""
     x, encoded = arrays((rows, targets, CONFIG.emb_dim), (rows, inputs, CONFIG.emb_dim), scale=1.0)
@@ -255,10 +263,10 @@ def models(decode_fn=decoding.beam_search, **changes):
     return fast, exact_logits(config), random_params(config)
 
 
-LAYOUTS = pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "logits_via_embedding": True}])
+SCANNED = {"scan_layers": True, "logits_via_embedding": True}
 
 
-@LAYOUTS
+@pytest.mark.parametrize("changes", [{}, pytest.param(SCANNED, marks=pytest.mark.slow)])
 def test_first_logits(changes: dict):
     fast, logits_of, params = models(**changes)
     batch = tiny.batch(1, 9, 151, 5, vocab=320)
@@ -269,8 +277,13 @@ def test_first_logits(changes: dict):
     check("first logits", found, jnp.take_along_axis(logits[:, 0], tokens, axis=-1))
 
 
-@LAYOUTS
-@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize(
+    "beams, changes",
+    mark_slow(
+        {"1-changes0": (1, {}), "1-changes1": (1, SCANNED), "4-changes0": (4, {}), "4-changes1": (4, SCANNED)},
+        slow=["1-changes0", "4-changes0", "4-changes1"],
+    ),
+)
 def test_logits_of_decoding_steps(changes: dict, beams: int):
     """Token by token from caches, several beams for each example; in float32 from whole rows."""
     fast, logits_of, params = models(**changes)
@@ -311,7 +324,10 @@ def given(inputs: np.ndarray, tokens: jax.Array, beams: int) -> dict[str, jax.Ar
     }
 
 
-@pytest.mark.parametrize(("beams", "lengths"), [(1, (37, 13)), (4, (37, 13)), (4, (48, 16))])
+@pytest.mark.parametrize(
+    ("beams", "lengths"),
+    mark_slow([(1, (37, 13)), (4, (37, 13)), (4, (48, 16))], slow=[(1, (37, 13)), (4, (37, 13))]),
+)
 def test_decoding(beams: int, lengths: tuple[int, int]):
     """40 rows that end at different times, the last in a smaller loop: what comes out has that score in float32."""
     fast, logits_of, params = models(decoding.greedy_decode if beams == 1 else decoding.beam_search)

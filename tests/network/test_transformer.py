@@ -12,6 +12,7 @@ from t5x._runtime.errors import UserError
 from t5x.network import CACHES, T5Config, Transformer, logical_axes
 from t5x.network.layers import join_kernels
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 
 def stacked(params: dict, axis: int) -> dict:
@@ -32,7 +33,11 @@ def loss_and_grads(config):
 
 
 @pytest.mark.parametrize(
-    ("scan", "remat"), [(False, "minimal"), (False, "full"), (True, "none"), (True, "minimal"), (True, "full")]
+    ("scan", "remat"),
+    mark_slow(
+        [(False, "minimal"), (False, "full"), (True, "none"), (True, "minimal"), (True, "full")],
+        slow=[(False, "minimal"), (True, "none"), (True, "full")],
+    ),
 )
 def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
     base = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.3)
@@ -43,7 +48,7 @@ def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other_grads, expected)
 
 
-@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("axis", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_kernels_joined_for_inference_compute_the_same(axis):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=axis is not None, param_scan_axis=axis or 0)
     model, batch, params = tiny.model(config), tiny.batch(), tiny.random_params(config)
@@ -122,7 +127,7 @@ def test_every_parameter_has_logical_axes():
     assert axes["token_embedder"]["embedding"] == ("vocab", "embed")
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_float16_holds_a_residual_beyond_its_range(scan):
     """As T5's large models have it: what the MLPs add up passes 65504."""
     config = dataclasses.replace(tiny.WIDE, scan_layers=scan)

@@ -20,7 +20,8 @@ from pathlib import Path
 from t5x.files.remote import RemotePath
 from tests.inference.models import byte_model, texts
 from tests.object_stores import servers
-from tests.support.programs import REPO, environment, start_python
+from tests.support.paths import REPO
+from tests.support.programs import environment, start_python
 
 LINES = 60
 TASK = """

@@ -4,6 +4,8 @@ import pytest
 
 from tests.files import directory_conformance as conformance
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def url(store, request):

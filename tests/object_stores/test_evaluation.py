@@ -11,6 +11,8 @@ from t5x.files.remote import RemotePath
 from tests.object_stores import proxy, servers
 from tests.runs.test_eval import WithJson, fresh, model_dir, score  # noqa: F401
 
+pytestmark = pytest.mark.nightly
+
 
 class Killed(BaseException):
     pass

@@ -11,6 +11,8 @@ from t5x.inference.output import FileOutput
 from tests.inference.conftest import VERBS, run_verb, verb_inputs, verb_model  # noqa: F401
 from tests.object_stores import proxy, servers
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def place(store, request):

@@ -9,6 +9,8 @@ from t5x.files import lease
 from t5x.files.lease import Lease
 from tests.object_stores import proxy
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -62,7 +64,7 @@ def test_a_file_system_without_conditional_writes_is_watched_too():
     assert lease.read_holder("memory://run/.lease") is None
 
 
-def test_of_many_that_want_it_one_gets_it(store):
+def test_one_of_many_contenders_gets_the_lease(store):
     held, refused = [], []
 
     def take() -> None:

@@ -18,6 +18,8 @@ from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
 
+pytestmark = pytest.mark.nightly
+
 
 def values(path) -> dict[str, np.ndarray]:
     return {name: array.read() for name, array in open_checkpoint(path).arrays.items()}
@@ -36,7 +38,7 @@ def test_checkpoints_are_written_and_read_in_spite_of_faults(store, tmp_path, fo
     assert store.proxy.injected
 
 
-def test_what_a_killed_conversion_left_is_replaced(store, tmp_path):
+def test_leftovers_of_a_killed_conversion_are_replaced(store, tmp_path):
     hf = models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())
     place = open_directory(f"{store.url}/killed")
     place.write_bytes("UNFINISHED", b"{}")
@@ -97,8 +99,7 @@ def test_generations_protect_gcs_objects(server):
     assert [upload(ifGenerationMatch="0"), upload(ifGenerationMatch="0")] == [200, 412]
 
 
-@pytest.mark.slow  # gcsfs itself tries six times, and waits longer before each
-def test_a_server_that_is_silent_is_given_up(store, monkeypatch):
+def test_requests_to_a_silent_server_time_out(store, monkeypatch):
     if store.url.startswith("s3"):
         pytest.skip("s3fs has limits of its own")
     monkeypatch.setenv("T5X_REMOTE_TIMEOUT", "0.2")

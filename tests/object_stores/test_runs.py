@@ -10,6 +10,8 @@ from tests.chaos.harness import Result
 from tests.object_stores import proxy
 from tests.support.programs import SMALL
 
+pytestmark = pytest.mark.nightly
+
 GIN = "t5x/examples/demo/dates.gin"
 
 

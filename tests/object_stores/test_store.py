@@ -24,6 +24,8 @@ from t5x.files.remote import RemotePath
 from t5x.files.storage_errors import TransientError
 from tests.object_stores import proxy
 
+pytestmark = pytest.mark.nightly
+
 
 def tree(step: int) -> dict:
     values = np.random.default_rng(step).normal(size=(300, 40)).astype(np.float32)
@@ -201,7 +203,7 @@ print(repr(float(np.sum(tree["target"]["w"], dtype=np.float64))), int(tree["stat
     assert float(total) == np.sum(np.asarray(tree(6)["target"]["w"]), dtype=np.float64)
 
 
-def test_what_plain_orbax_writes_is_read(url, store):
+def test_checkpoints_of_plain_orbax_are_read(url, store):
     program = """
 tree = {"target": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}, "state": {"step": np.int32(9)}}
 ocp.PyTreeCheckpointer().save(sys.argv[1], tree)

@@ -11,6 +11,8 @@ from t5x.files.directory import open_directory
 from tests.data.conftest import byte_features
 from tests.object_stores import proxy, servers
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ from t5x.files.directory import open_directory
 from tests.inference.test_tasks import ends_after, expected, model, place, run  # noqa: F401
 from tests.object_stores import proxy
 
+pytestmark = pytest.mark.nightly
+
 
 def test_a_run_that_ended_continues_and_a_complete_one_stays(store, place, model, expected, monkeypatch):  # noqa: F811
     store.proxy.rate, store.proxy.faults = 0.01, tuple(set(proxy.FAULTS) - {"delay"})

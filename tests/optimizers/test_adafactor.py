@@ -116,7 +116,7 @@ def test_fifty_steps_in_float64(options):
             np.testing.assert_allclose(value, expected_slots[name][slot], rtol=1e-10, err_msg=f"{name} {slot}")
 
 
-@pytest.mark.parametrize("options", ["default", "norm, decay by the rate"])
+@pytest.mark.parametrize("options", ["default", pytest.param("norm, decay by the rate", marks=pytest.mark.slow)])
 def test_fifty_steps_in_float32(options):
     """float32 has a relative rounding error of 6e-8, a few times per step.
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,10 @@ from t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from tests.support import commands, tiny
+from tests.support.marks import mark_slow
+from tests.support.paths import REPO
 from tests.support.programs import losses, run_python
 
-REPO = Path(__file__).parents[2]
 NAMES = [
     "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "muon", "noisy_sgd", "radam", "rmsprop",
     "sgd", "yogi",
@@ -88,7 +88,10 @@ def assert_close(found, expected, **tolerance):
 # --- Equality with Optax ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One function wraps them all; those with arguments of their own stay.
+@pytest.mark.parametrize(
+    "name", mark_slow(NAMES, slow=["adabelief", "adagrad", "fromage", "lamb", "lars", "radam", "yogi"])
+)
 def test_twenty_steps_equal_optax(name):
     """With the rate in the optimizer, and with the same rate from the trainer."""
     arguments = ARGUMENTS.get(name, {})
@@ -227,7 +230,7 @@ def test_eight_devices_take_the_same_steps(tmp_path):
             np.testing.assert_allclose(found[f"{name}/{key}"], value, rtol=1e-4, atol=1e-5, err_msg=f"{name}/{key}")
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers(tmp_path, scan):
     """The next step with the restored moments is the same."""
 

@@ -25,7 +25,8 @@ import numpy as np
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import open_checkpoint
 from tests.parallel.settings import ALL, HALF, REFERENCE, SOME, STEPS, Setting, pairings, shuffled
-from tests.support.programs import REPO, free_port, losses
+from tests.support.paths import REPO
+from tests.support.programs import free_port, losses
 from tests.support.xla_flags import QUICK_COMPILATION
 
 LOSS_TOLERANCE = 1e-5

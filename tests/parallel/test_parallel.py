@@ -14,7 +14,7 @@ def test_every_choice_saves_and_loads():
     assert {setting.processes for pair in SOME for setting in pair} == {setting.processes for setting in ALL}
 
 
-@pytest.mark.slow  # partitioning/test_meshes.py and checkpoints/test_together.py are quicker
+@pytest.mark.nightly  # partitioning/test_meshes.py and checkpoints/test_together.py are quicker
 def test_settings_agree_with_one_device_and_load_each_others_checkpoints(tmp_path):
     found = harness.run(SOME, tmp_path)
     print(harness.table(SOME, found))

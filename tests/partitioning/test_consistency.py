@@ -16,7 +16,8 @@ from t5x.cli.parser import parser_of
 from t5x.partitioning import consistency
 from tests.inference.models import byte_model
 from tests.partitioning.test_distributed import assert_one_line, begin, finish
-from tests.support.programs import REPO, SMALL, environment, free_port, start_python
+from tests.support.paths import REPO
+from tests.support.programs import SMALL, environment, free_port, start_python
 
 GIN = ["--gin_file=t5x/examples/demo/dates.gin", *SMALL, "--gin.MODEL_DIR='runs/x'"]
 
@@ -123,7 +124,7 @@ def test_the_content_of_an_input_file_counts(tmp_path, size):
     assert found[0] == found[2]
 
 
-def test_what_is_of_one_process_does_not_count(here, tmp_path, monkeypatch):
+def test_settings_of_one_process_are_not_compared(here, tmp_path, monkeypatch):
     shutil.copy(REPO / "t5x/examples/demo/dates.gin", tmp_path / "copy.gin")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/a --xla_force_host_platform_device_count=2")
     one = describe("train", *GIN, "--process_index=0", "--coordinator_address=a:1", "--initialization_timeout=3")
@@ -174,7 +175,7 @@ def pair(tmp_path: Path) -> list[Path]:
             ["train", "--data=a.jsonl", "--size=small", "--family=byt5", "--model_dir=m", "--steps=3"], ["--steps=4"],
             "--steps: process 0 has 3 / process 1 has 4", marks=pytest.mark.slow),
         pytest.param(["eval", "--model=m", "--data=a.jsonl"], ["--metric=bleu"], "--metric", marks=pytest.mark.slow),
-        (["infer", "--model=m", "--input=a.jsonl"], ["--beams=2"], "--beams"),
+        pytest.param(["infer", "--model=m", "--input=a.jsonl"], ["--beams=2"], "--beams", marks=pytest.mark.slow),
         pytest.param(["rerank", "--model=m", "--input=a.jsonl"], ["--top=3"], "--top", marks=pytest.mark.slow),
     ],
     ids=["train with gin", "train from a file", "eval", "infer", "rerank"],

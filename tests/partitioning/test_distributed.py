@@ -72,7 +72,7 @@ with options.processes(parser.parse_args([])):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_libraries_print_is_not_among_the_data(unbuffered):
+def test_prints_of_libraries_are_not_among_the_data(unbuffered):
     env = environment(PYTHONUNBUFFERED=unbuffered)
     done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "data\n"), done.stderr
@@ -176,7 +176,7 @@ def test_an_error_of_all_is_each_ones_own():
         assert_one_line(process)
 
 
-def test_who_has_finished_waits_for_the_others():
+def test_a_finished_process_waits_for_the_others():
     for process in finish(begin("last", 2)):
         assert (process.returncode, process.stdout) == (75, "finished\n"), process.stderr
         assert "error" not in process.stderr
@@ -260,7 +260,7 @@ def test_slurm_is_found(monkeypatch):
     assert find() is None
 
 
-def test_a_pod_alone_asks_nobody(monkeypatch, recwarn):
+def test_a_single_pod_makes_no_requests(monkeypatch, recwarn):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert cluster.find(None, None, None, required=False, timeout=1) is None
     assert not recwarn.list

@@ -8,7 +8,8 @@ import pytest
 from tests.partitioning import machine_check
 from tests.partitioning.namespaces import Machines, finish, permitted, running, wait_for
 from tests.partitioning.test_distributed import MEMBER
-from tests.support.programs import REPO, precompile
+from tests.support.paths import REPO
+from tests.support.programs import precompile
 
 pytestmark = pytest.mark.skipif(
     not permitted(), reason="network namespaces need root and iproute2; test_distributed.py does without them"

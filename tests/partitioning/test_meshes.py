@@ -5,7 +5,8 @@ import os
 
 import numpy as np
 
-from tests.support.programs import REPO, losses, run_python, train
+from tests.support.paths import REPO
+from tests.support.programs import losses, run_python, train
 
 STEPS = 7
 PER_TOKEN = "loss_per_nonpadding_target_token"

@@ -19,7 +19,8 @@ from t5x.partitioning import (
 )
 from t5x.partitioning.partitioner import compiler_options
 from t5x.partitioning.rules import model_axis
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
 LOOK = """
@@ -104,7 +105,7 @@ def looked():
 
 
 @pytest.mark.parametrize("case", range(len(FOUND)), ids=[str(case[0]) for case in FOUND])
-def test_what_lies_where(looked, case):
+def test_shardings_of_parameters_and_batches(looked, case):
     _, mesh, kernel, batch = FOUND[case]
     parts = mesh.get("replica", 1) * mesh["data"] if batch[0] else 1
     odd = batch if parts == 1 else [None, None, None]
@@ -112,17 +113,17 @@ def test_what_lies_where(looked, case):
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[str(case[0]) for case in REFUSED])
-def test_contradictions_say_what_to_do(looked, case):
+def test_contradicting_options_raise_user_error(looked, case):
     found = looked[0][len(FOUND) + case]
     assert isinstance(found, str) and REFUSED[case][1] in found
 
 
-def test_a_batch_that_no_rule_divides_is_told(looked):
+def test_a_batch_that_no_rule_divides_is_logged(looked):
     (line,) = [line for line in looked[1] if "'batch'" in line]
     assert "all 8 copies" in line and "('batch', 'data')" in line
 
 
-def test_machines_of_different_size_are_no_tensor_parallel_groups():
+def test_tensor_parallel_groups_need_machines_of_equal_size():
     assert model_axis("tp", 16, [8, 8]) == 8
     with pytest.raises(UserError, match="machines have 8, 4 devices"):
         model_axis("tp", 12, [8, 4])

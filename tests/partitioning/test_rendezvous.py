@@ -95,7 +95,7 @@ def is_closed(stranger: socket.socket) -> bool:
     return True
 
 
-def test_a_stranger_with_another_token_is_turned_away(gathering):
+def test_a_connection_with_another_token_is_refused(gathering):
     with pytest.raises(UserError, match=cluster.TOKEN):
         gathering.join(token=b"another token, not ours")
     with pytest.raises(UserError, match=f"{cluster.TOKEN} is not set"):
@@ -108,7 +108,7 @@ def test_a_stranger_with_another_token_is_turned_away(gathering):
     [{"index": 7}, {"index": 2}, {"index": -1}, {"index": "1"}, {"index": True}, {"count": None}, {"more": 1}],
     ids=str,
 )
-def test_who_does_not_fit_is_dropped(gathering, introduction):
+def test_an_invalid_introduction_is_dropped(gathering, introduction):
     channel = authenticate(gathering.connect())
     channel.send(vars(member(1)) | introduction)
     assert is_closed(channel.socket)
@@ -128,20 +128,20 @@ def test_replayed_handshake_of_an_earlier_run_does_not_join(gathering):
     assert gathering.join() == gathering.finish() == [member(0), member(1)]
 
 
-def test_a_silent_stranger_is_dropped(gathering, monkeypatch):
+def test_a_silent_connection_is_dropped(gathering, monkeypatch):
     monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.1)
     assert is_closed(gathering.connect())
     assert gathering.join() == gathering.finish()
 
 
-def test_many_strangers_leave_room(gathering, monkeypatch):
+def test_unauthenticated_connections_are_limited(gathering, monkeypatch):
     monkeypatch.setattr(rendezvous, "_MAX_UNAUTHENTICATED", 3)
     strangers = [gathering.connect() for _ in range(20)]
     assert all(is_closed(stranger) for stranger in strangers[:10])
     assert gathering.join() == gathering.finish()
 
 
-def test_strangers_up_to_the_limit_keep_their_connections(gathering, monkeypatch):
+def test_unauthenticated_connections_within_the_limit_are_kept(gathering, monkeypatch):
     monkeypatch.setattr(rendezvous, "_MAX_UNAUTHENTICATED", 3)
     strangers = [gathering.connect() for _ in range(5)]  # besides the limit, as many as there are processes
     assert all(len(stranger.recv(100)) == 65 for stranger in strangers)  # process 0 has accepted it
@@ -164,7 +164,7 @@ def test_process_that_died_before_all_had_joined_may_start_again():
         channel.close()
 
 
-def test_nobody_listens_when_all_have_come(gathering):
+def test_the_port_is_closed_when_all_have_joined(gathering):
     gathering.join()
     gathering.finish()
     with pytest.raises(ConnectionRefusedError):
@@ -228,7 +228,7 @@ def test_a_run_that_others_can_reach_is_warned_without_a_token(host, token, warn
     assert (f"{cluster.TOKEN} is not set" in caplog.text) == warned
 
 
-def test_strangers_neither_end_a_run_nor_join_it():
+def test_unauthenticated_connections_neither_end_a_run_nor_join_it():
     """They come first: one of another run, one that takes a place, and some that speak no protocol of ours."""
     port = free_port()
     (leader,) = begin("bound", 2, port=port, only=[0], T5X_CLUSTER_TOKEN="0123456789abcdef")

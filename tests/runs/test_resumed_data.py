@@ -48,7 +48,7 @@ def here(begun, tmp_path) -> Path:
     return tmp_path
 
 
-def test_an_edited_file_is_refused_until_the_user_says_what_to_do(here, caplog):
+def test_an_edited_file_is_refused_until_the_user_decides(here, caplog):
     path = here / "train.jsonl"
     size = path.stat().st_size
     write_jsonl(path, EDITED)
@@ -99,6 +99,7 @@ def test_an_unknown_choice_is_refused(here):
         train(here / "run", 3, here / "train.jsonl", on_changed_data="maybe")
 
 
+@pytest.mark.slow  # partitioning/test_distributed.py
 def test_all_of_several_processes_refuse(here):
     write_jsonl(here / "train.jsonl", EDITED)
     flags = {"data": "train.jsonl", "model_dir": "run", "steps": 3, "size": "tiny", "family": "byt5", "inputs": "q",

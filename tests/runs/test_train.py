@@ -13,7 +13,8 @@ import pytest
 
 from t5x import checkpoints
 from tests.support import programs
-from tests.support.programs import REPO, environment, interrupt, losses, start, start_python, t5x, wait_for
+from tests.support.paths import REPO
+from tests.support.programs import environment, interrupt, losses, start, start_python, t5x, wait_for
 
 STEPS = 12
 
@@ -90,8 +91,10 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, signum, code):
+@pytest.mark.parametrize(
+    "signum, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
+)
+def test_a_signal_saves_and_the_run_resumes(undisturbed, run_here, tmp_path, signum, code):
     run = tmp_path / "run"
     process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path)
     metrics = run / "train" / "metrics.jsonl"
@@ -106,7 +109,7 @@ def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, sig
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, run_here, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_skipped(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed / "run", run)
     newest = run / f"checkpoint_{STEPS}"
@@ -136,7 +139,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(undisturbed, run_here):
     run_here(*train(undisturbed / "run", STEPS - 1)).refused("Raise TRAIN_STEPS")
 
 
-def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, run_here, tmp_path):
+def test_an_initial_checkpoint_gives_the_parameters_and_is_logged(undisturbed, run_here, tmp_path):
     options = [
         "--gin.utils.CheckpointConfig.restore=@utils.RestoreCheckpointConfig()",
         f"--gin.utils.RestoreCheckpointConfig.path={undisturbed / 'run'}",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x._runtime.errors import UserError
 from t5x.data import cache_writer, worker_process
 from t5x.data.dataset_config import import_task_module
 from t5x.data.lanes import LaneConfig
@@ -22,6 +23,7 @@ TRAPS = ["json", "logging", "queue", "random", "typing", "cloudpickle", "jax", "
 TASKS = """
 import helper
 from t5x import data
+from t5x._runtime.errors import UserError
 
 def prefixed(example):
     import late_helper  # where it is called: in a worker
@@ -65,7 +67,7 @@ def run_in_new_process(module: str, *args: str, cwd: Path) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=programs.environment(), capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("name", ["tasks", "tasks.py"])
+@pytest.mark.parametrize("name", [pytest.param("tasks", marks=pytest.mark.slow), "tasks.py"])
 def test_a_verb_and_its_workers_import_what_import_names(hostile, name):
     args = ["cache", "here", "--import", name, "--output_dir", "caches", "--num_workers", "2"]
     (hostile / "tasks.py").write_text(TASKS.replace("range(20)", "range(20_000)"))  # two shards, one for each worker
@@ -148,3 +150,10 @@ def test_the_interpreters_that_beam_starts_do_not_search_the_working_directory(h
         subprocess.run([sys.executable, "-c", "import queue"], cwd=hostile, check=True)
     assert_nothing_ran(hostile)
     assert "PYTHONSAFEPATH" not in os.environ
+
+
+def test_import_of_absent_seqio_raises_user_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "seqio", None)
+    (tmp_path / "needs_seqio.py").write_text("import seqio\n")
+    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
+        import_task_module(str(tmp_path / "needs_seqio.py"))

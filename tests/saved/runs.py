@@ -16,7 +16,8 @@ import t5x
 from t5x import checkpoints, data
 from t5x.data.dataset_config import import_task_module
 from tests.cli.test_file_training import fresh
-from tests.support.programs import REPO, run_reference
+from tests.support.paths import REPO
+from tests.support.programs import run_reference
 
 FILES = Path(__file__).parent / "files"
 PLACE = "/tmp/t5x-saved"  # where make.py has written them: config.gin and job.json have absolute paths

@@ -13,6 +13,7 @@ import pytest
 from tests.cli.test_file_training import fresh
 from tests.saved import runs
 from tests.saved.runs import CHECKPOINTS, FILES, HALF, JOBS, RUNS, STEPS, assert_same, expected
+from tests.support.marks import mark_slow
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the numbers are those of a CPU")
 
@@ -53,7 +54,7 @@ def test_a_run_resumes_and_ends_as_one_without_a_stop(name, run, tmp_path):
     assert_ended_as_recorded(name, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mark_slow(RUNS, slow=["pairs", "ranker"]))
 def test_config_gin_repeats_the_run_from_its_beginning(name, run, tmp_path):
     runs.copy_to(tmp_path, "inputs", name)
     again = tmp_path / "again"
@@ -84,7 +85,7 @@ def test_a_job_resumes_and_ends_with_the_bytes_of_one_without_a_stop(verb, run, 
         assert output.read_text() == expected()["jobs"][verb]
 
 
-@pytest.mark.parametrize("verb", JOBS)
+@pytest.mark.parametrize("verb", mark_slow(JOBS, slow=["answer", "rerank"]))
 def test_a_job_computes_the_chunks_of_one_that_was_stopped(verb, run, tmp_path):
     runs.copy_to(tmp_path, "inputs", "model", "ranker")
     (tmp_path / "jobs").mkdir()

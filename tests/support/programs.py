@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from t5x.files import locks
-
-REPO = Path(__file__).parents[2]
+from tests.support.paths import REPO
 
 # A run of seconds: the demo's gin file with a smaller network, a smaller batch, and every step's loss written down.
 SMALL = [

@@ -192,7 +192,7 @@ def test_metrics_are_not_mixed_with_those_of_a_run_in_the_same_place(tmp_path):
     writer.close()
 
 
-def test_a_full_disk_error_says_what_may_be_deleted(small_disk):
+def test_a_full_disk_error_lists_what_may_be_deleted(small_disk):
     run = small_disk / "run"
     place = {"directory": run / "training_eval" / "dates", "collection": "training_eval"}
     with ModelDirLock(run) as home, MetricWriter(**place, home=home) as writer:

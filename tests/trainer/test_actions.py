@@ -56,7 +56,7 @@ def test_early_stopping(mode, arguments, values, expected):
 
 
 @pytest.mark.parametrize("restart_after", [1, 2, 3, 4])
-def test_a_restart_changes_nothing_even_if_the_last_evaluation_is_told_again(restart_after):
+def test_a_restart_changes_nothing_even_if_the_last_evaluation_is_repeated(restart_after):
     values = [3.0, 2.9, 3.0, NAN, NAN]
     expected = stops_at(early(patience=4), values)
     before = Actions({"TRAIN_EVAL": [early(patience=4)]})
@@ -81,14 +81,14 @@ def test_state_goes_to_the_action_that_it_is_of():
     assert "9 at step 1, 9.5 at step 2" in stop.reason
 
 
-def test_a_run_that_was_ended_goes_on_with_other_actions_only():
+def test_a_run_that_an_action_ended_resumes_with_other_actions_only():
     recorded = json.loads(json.dumps(Actions({"TRAIN_EVAL": [early(patience=2)]}).state()))
     assert Actions({"TRAIN_EVAL": [early(patience=2)]}).same_as(recorded)
     for other in ({"TRAIN_EVAL": [early(patience=20)]}, {"INFER_EVAL": [early(patience=2)]}, {"TRAIN_EVAL": []}, None):
         assert not Actions(other).same_as(recorded)
 
 
-def test_what_stopped_the_run_is_one_line():
+def test_the_reason_of_a_stop_is_one_line():
     actions = Actions({"INFER_EVAL": [EarlyStoppingAction(("mnli", "accuracy"), "max", patience=2)]})
     assert actions.run("INFER_EVAL", state(100), {"mnli": {"accuracy": 81.25}}) is None
     stop = actions.run("INFER_EVAL", state(200), {"mnli": {"accuracy": 80.5}})
@@ -97,7 +97,7 @@ def test_what_stopped_the_run_is_one_line():
     assert stop.worth_saving
 
 
-def test_the_tolerance_is_told():
+def test_the_reason_states_the_tolerance():
     action = early(patience=2, atol=0.5, rtol=0.01)
     assert stops_at(action, [3.0, 2.75]) == 2
     assert "0.5 + 0.01 of the previous value (patience 2): 3 at" in action.reason
@@ -126,7 +126,7 @@ def test_an_action_without_its_metric_warns_and_the_run_continues(action, metric
     assert warning in caplog.text
 
 
-def test_what_can_never_be_seen_is_told_before_training():
+def test_actions_on_absent_tasks_raise_user_error():
     tasks = {"TRAIN": ["train"], "TRAIN_EVAL": ["dev"], "INFER_EVAL": []}
     Actions({"TRAIN": [TerminateOnNanAction("train")], "TRAIN_EVAL": [early()]}).check(tasks)
     with pytest.raises(UserError, match=r"no task 'loss'.*train"):
@@ -156,7 +156,7 @@ def test_users_write_their_own_and_every_action_is_run():
     assert not Actions(None).run("TRAIN", state(1), {"train": {}})
 
 
-def test_of_several_actions_that_end_the_run_the_first_decides_whether_it_is_saved():
+def test_the_first_action_that_ends_the_run_decides_whether_it_is_saved():
     early_stop, on_nan = early(patience=2), TerminateOnNanAction(task="dev")
     for first, second, worth_saving in ((early_stop, on_nan, True), (on_nan, early_stop, False)):
         actions = Actions({"TRAIN_EVAL": [first, second]})

@@ -38,7 +38,7 @@ def test_vocabularies_of_the_task_and_the_model_must_be_equal_and_fit_the_networ
         verify_matching_vocabs(config(), small)
 
 
-def test_what_processes_compare_covers_examples_from_the_whole_split(monkeypatch):
+def test_processes_compare_examples_from_the_whole_split(monkeypatch):
     """The end of the data counts as much as its beginning, and so does the number of examples."""
     compared = []
     monkeypatch.setattr(consistency, "require_same", lambda name, describe: compared.append(describe()))

@@ -32,7 +32,7 @@ PLACES = {
 Masks = dict[str, list[np.ndarray]]
 
 
-@pytest.fixture(scope="module", params=["unrolled", "scanned"])
+@pytest.fixture(scope="module", params=["unrolled", pytest.param("scanned", marks=pytest.mark.slow)])
 def masks_of_steps(request) -> list[Masks]:
     """{place: masks bool [rows, ...]} that each of two train steps has used."""
     seen: Masks = collections.defaultdict(list)

@@ -130,7 +130,7 @@ def test_a_run_of_our_own_parts_is_traced_without_arrays(monkeypatch):
         ({"name": "project_none"}, "project_none"),
     ],
 )
-def test_what_cannot_be_traced_is_one_message(parts, words):
+def test_an_untraceable_model_raises_user_error(parts, words):
     with pytest.raises(UserError, match=words):
         traced(**parts)
 

@@ -339,7 +339,7 @@ def test_garbage_is_collected_at_its_period_only_and_automatically_again_after_t
         (False, {"TRAIN": [TerminateOnNanAction(task="train")]}, 4),
     ],
 )
-def test_a_loss_that_is_not_finite_ends_the_run_if_it_cannot_recover_or_an_action_says_so(
+def test_a_nonfinite_loss_ends_the_run_if_it_cannot_recover_or_an_action_requests_it(
     world, spoils, actions, last_step, caplog
 ):
     def lose(step):

@@ -102,7 +102,7 @@ def test_a_bad_loss_is_named_with_its_step_and_the_parameters_that_are_bad():
     assert "the first is encoder/encoder_norm/scale" in found.message
 
 
-def test_it_says_so_when_the_step_is_no_longer_known_and_the_parameters_are_well():
+def test_an_unknown_step_with_finite_parameters_is_reported():
     good = tiny.random_params()
     found = diagnose(steps(good, losses=[3]), 20, good)
     assert (found.step, found.parameters) == (None, [])
@@ -118,7 +118,7 @@ def test_the_norm_is_that_of_all_gradients():
     assert figures[FIRST_BAD_GRADIENT] == 0
 
 
-def test_of_a_network_that_is_not_known_no_order_is_claimed():
+def test_an_unknown_network_is_reported_without_an_order():
     tree = {"block": {"kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
     bad = spoilt(tree, "block/kernel")
     message = diagnose(steps(bad, losses=[1.0]), 1, tree).message

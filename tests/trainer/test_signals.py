@@ -5,9 +5,12 @@ test_train.py: an interrupted evaluation is repeated when the run resumes.
 
 import signal
 
+import pytest
+
 from tests.support.programs import environment, free_port, interrupt, start_python, wait_for
 
 
+@pytest.mark.slow  # apps/launching/test_local.py
 def test_an_evaluation_of_several_processes_is_interrupted(tmp_path):
     run, port, processes = tmp_path / "run", free_port(), []
     run.mkdir()

@@ -13,9 +13,10 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from tests.reference import adafactor_numpy, t5_torch
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 
-@pytest.mark.parametrize("config", [tiny.T5_1_0, tiny.WIDE], ids=["1.0", "1.1, factored moments"])
+@pytest.mark.parametrize("config", mark_slow({"1.0": tiny.T5_1_0, "1.1, factored moments": tiny.WIDE}, slow=["1.0"]))
 def test_three_steps_agree_with_an_independent_float64_computation(config):
     config = dataclasses.replace(config, num_decoder_layers=1)
     model = tiny.model(config, z_loss=1e-3, loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
@@ -47,7 +48,7 @@ def test_three_steps_agree_with_an_independent_float64_computation(config):
         np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("factor", [None, "AVERAGE_PER_SEQUENCE"])
+@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.slow), "AVERAGE_PER_SEQUENCE"])
 def test_the_number_of_microbatches_changes_nothing(factor):
     config = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.2)
     model = tiny.model(config, optimizers.sgd(), loss_normalizing_factor=factor)
@@ -66,6 +67,7 @@ def test_the_number_of_microbatches_changes_nothing(factor):
         np.testing.assert_allclose(metric.compute(), other_metrics[name].compute(), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow  # network/test_transformer.py: the same gradients; checkpoints/test_layout.py: the same update
 def test_scanned_and_unrolled_layers_take_the_same_steps():
     """With dimensions of 128 and more: below, T5's Adafactor factors stacked parameters only."""
     losses = []

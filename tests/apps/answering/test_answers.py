@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import t5x
 from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.apps.answering import answers, file_answering
 from t5x.apps.answering.answers import Answer, AnswerOptions
 from t5x.apps.answering.spans import Span
 from tests.apps.answering import squad_files
-from tests.inference.models import byte_model, texts
+from tests.inference.models import texts
 from tests.support.commands import run
 
 QUESTION, CONTEXT = "c", " ".join(texts(12, seed=1))
@@ -26,21 +25,16 @@ OPTIONS = {"max_length": 8, "max_input_length": 64, "stride": 10}
 FLAGS = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return byte_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return t5x.load(str(directory))
+@pytest.fixture
+def model(loaded_tiny_t5):
+    return loaded_tiny_t5
 
 
 @pytest.fixture(autouse=True)
-def one_model(directory, model, monkeypatch):
+def one_model(tiny_t5, model, monkeypatch):
     """Files are answered by the model that is loaded and compiled once; `--question` loads its own."""
     load = file_answering.load
-    of = lambda path, **options: model if path == str(directory) else load(path, **options)
+    of = lambda path, **options: model if path == str(tiny_t5) else load(path, **options)
     monkeypatch.setattr(file_answering, "load", of)
 
 
@@ -167,9 +161,9 @@ def test_invalid_questions_and_options_raise_user_errors(model, question, contex
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def test_one_question(capsys, directory, model):
+def test_one_question(capsys, tiny_t5, model):
     expected = model.answer("ab", "ddcd hha", no_answer="none", **OPTIONS)
-    arguments = ("--model", directory, "--question", "ab", "--context", "ddcd hha", *FLAGS)
+    arguments = ("--model", tiny_t5, "--question", "ab", "--context", "ddcd hha", *FLAGS)
     said = run(capsys, "answer", *arguments)
     assert said.code == 0 and said.out == f"{expected.text}\n", said.err
     found = json.loads(run(capsys, "answer", *arguments, "--json", "--no_answer", "none").out)
@@ -192,8 +186,8 @@ def questions(tmp_path):
     return path
 
 
-def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, directory, model, questions, tmp_path, monkeypatch):
-    arguments = ("--model", directory, "--input", questions, *FLAGS, "--batch_size", 8, "--checkpoint_period", 1)
+def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, tiny_t5, model, questions, tmp_path, monkeypatch):
+    arguments = ("--model", tiny_t5, "--input", questions, *FLAGS, "--batch_size", 8, "--checkpoint_period", 1)
     whole = tmp_path / "whole.jsonl"
     said = run(capsys, "answer", *arguments, "--output", whole)
     assert said.code == 0, said.err
@@ -234,9 +228,9 @@ def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, directory, model,
     assert output.read_bytes() == whole.read_bytes() and len(json.loads(predictions.read_text())) == 40
 
 
-def test_an_input_that_has_changed_is_refused(capsys, directory, questions, tmp_path, monkeypatch):
+def test_an_input_that_has_changed_is_refused(capsys, tiny_t5, questions, tmp_path, monkeypatch):
     output = tmp_path / "out.jsonl"
-    given = ("--model", directory, "--input", questions, "--output", output, *FLAGS, "--batch_size", 8)
+    given = ("--model", tiny_t5, "--input", questions, "--output", output, *FLAGS, "--batch_size", 8)
     given = (*given, "--checkpoint_period", 1)
     lines = questions.read_text().splitlines(keepends=True)
     with monkeypatch.context() as patched:
@@ -250,11 +244,11 @@ def test_an_input_that_has_changed_is_refused(capsys, directory, questions, tmp_
     assert [row["id"] for row in lines_of(output)] == [*range(8), *range(9, 17)]
 
 
-def test_squad_s_files(capsys, directory, tmp_path):
+def test_squad_s_files(capsys, tiny_t5, tmp_path):
     data = squad_files.write(tmp_path / "dev.json", squad_files.version_2())
     output, predictions, na_probs = (tmp_path / name for name in ("out.jsonl", "predictions.json", "na.json"))
     said = run(
-        capsys, "answer", "--model", directory, "--input", data, "--output", output, "--squad_predictions", predictions,
+        capsys, "answer", "--model", tiny_t5, "--input", data, "--output", output, "--squad_predictions", predictions,
         "--squad_na_probs", na_probs, "--no_answer", "none", "--max_length", 8, "--max_input_length", 64, "--stride", 0,
     )  # fmt: skip
     assert said.code == 0, said.err
@@ -269,10 +263,10 @@ def test_squad_s_files(capsys, directory, tmp_path):
     assert f"em {scores['em']:.4g}, f1 {scores['f1']:.4g}" in said.err and "best_f1_threshold" in said.err
 
 
-def test_standard_input(capsys, directory, model, monkeypatch):
+def test_standard_input(capsys, tiny_t5, model, monkeypatch):
     given = json.dumps({"question": "ab", "context": "ddcd hha"}) + "\n"
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given.encode())))
-    said = run(capsys, "answer", "--model", directory, "--input", "-", *FLAGS)
+    said = run(capsys, "answer", "--model", tiny_t5, "--input", "-", *FLAGS)
     assert json.loads(said.out)["answer"] == model.answer("ab", "ddcd hha", **OPTIONS).text
 
 
@@ -297,11 +291,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_lines_raise_user_errors_with_their_place(case, capsys, directory, tmp_path):
+def test_invalid_lines_raise_user_errors_with_their_place(case, capsys, tiny_t5, tmp_path):
     content, words = BAD[case]
     (tmp_path / "in.jsonl").write_text(content)
     output = tmp_path / "out.jsonl"
-    run(capsys, "answer", "--model", directory, "--input", tmp_path / "in.jsonl", "--output", output, *FLAGS).refused(
+    run(capsys, "answer", "--model", tiny_t5, "--input", tmp_path / "in.jsonl", "--output", output, *FLAGS).refused(
         *words
     )
     assert not output.exists()
@@ -313,10 +307,10 @@ def test_lines_are_checked_before_the_model_is_loaded(capsys, tmp_path):
     run(capsys, "answer", "--model", tmp_path / "absent", *options).refused("in.jsonl:2 is not JSON")
 
 
-def test_options_that_do_not_go_together(capsys, directory, tmp_path):
+def test_options_that_do_not_go_together(capsys, tiny_t5, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "ab", "context": "fed"}\n')
     (tmp_path / "there").write_text("")
-    model, given = ("--model", directory), ("--input", tmp_path / "in.jsonl")
+    model, given = ("--model", tiny_t5), ("--input", tmp_path / "in.jsonl")
     refused = lambda *words, args: run(capsys, "answer", *model, *args).refused(*words)
     refused("--question and --context, or --input", args=["--question", "x"])
     refused("--json cannot be used with --input", args=[*given, "--json"])

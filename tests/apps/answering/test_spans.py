@@ -5,7 +5,6 @@ import json
 import re
 import unicodedata
 import zipfile
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 
 from t5x.apps.answering import spans
 from t5x.apps.answering.spans import Span, locate, windows
+from tests.support.paths import SHARED
 
-DATA = Path(__file__).parents[3] / "../shared/data"
-SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
+SQUAD, SPIECE = SHARED / "squad_dev_v1.1/dev-v1.1.json.zip", SHARED / "t5_vocab/spiece.model"
 
 CASES = {
     "as it is": ("Eiffel Tower", "The Eiffel Tower", "Eiffel Tower"),

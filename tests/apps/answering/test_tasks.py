@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from t5x.apps import answering
 from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
 from tests.apps.answering import squad_files
+from tests.support.paths import SHARED
 
-DATA = Path(__file__).parents[3] / "../shared/data"
-SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
+SQUAD, SPIECE = SHARED / "squad_dev_v1.1/dev-v1.1.json.zip", SHARED / "t5_vocab/spiece.model"
 VOCABULARY = data.ByteVocabulary()
 LENGTHS = {"inputs": 128, "targets": 32}
 
@@ -118,7 +117,7 @@ def test_a_question_without_an_answer_needs_a_text_for_it(version_2):
 
 
 @pytest.mark.skipif(not SPIECE.is_file(), reason="T5's vocabulary (../shared/data/t5_vocab) is not here")
-def test_a_text_for_it_that_the_vocabulary_does_not_keep_is_refused(version_2):
+def test_a_no_answer_text_that_the_vocabulary_cannot_encode_is_refused(version_2):
     vocabulary = data.SentencePieceVocabulary(str(SPIECE), extra_ids=100)
     for text in ("<no answer>", "{none}", "~none"):
         with pytest.raises(UserError, match=r"which the model cannot generate: .*' \u2047 no"):

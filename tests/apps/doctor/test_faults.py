@@ -11,7 +11,7 @@ import pytest
 from t5x.apps.doctor import devices, network, software, storage
 from t5x.apps.doctor.devices import holders
 from tests.support import commands
-from tests.support.programs import REPO
+from tests.support.paths import REPO
 
 
 def faults(findings):

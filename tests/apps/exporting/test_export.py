@@ -19,10 +19,10 @@ from t5x.data.vocabularies import ByteVocabulary
 from t5x.files import locks
 from t5x.inference.options import Decoding
 from tests.checkpoints.formats import huggingface_models
+from tests.support.paths import SHARED
 from tests.support.programs import reference_python, run_reference
 
 HERE = Path(__file__).parent
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 TEXTS = ["Good morning.", "What is the capital of France?", "one two three four five six seven eight nine ten"]
 LENGTHS = {"max_input_length": 20, "max_length": 6}
 BEAMS = Decoding(beams=3)
@@ -46,7 +46,7 @@ def model(directory):
     return t5x.load(str(directory), dtype="float32")
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_programs_for_any_number_of_rows_compute_what_the_model_does(model, beams):
     exportable = Exportable(model, Decoding(beams=beams), **LENGTHS)
     programs = exportable.programs()

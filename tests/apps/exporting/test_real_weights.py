@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,9 @@ from t5x.apps.exporting.programs import Exportable
 from t5x.inference.options import Decoding
 from tests.apps.serving.servers import serving
 from tests.checkpoints.formats import huggingface_models
+from tests.support.paths import SHARED
 from tests.support.programs import environment
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there"),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.partitioning.namespaces import HUB, Machines, permitted
-from tests.support.programs import REPO, environment
+from tests.support.paths import REPO
+from tests.support.programs import environment
 from tests.support.xla_flags import QUICK_COMPILATION
 
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2"

@@ -21,7 +21,8 @@ from typing import Any
 
 from tests.apps.launching.slurm_cluster import Cluster, missing
 from tests.chaos.harness import Result
-from tests.support.programs import REPO, train
+from tests.support.paths import REPO
+from tests.support.programs import train
 
 STEPS = 60
 # Stops after a signal, as a training run does; a second start succeeds.

@@ -13,7 +13,8 @@ from t5x import configuration
 from t5x.cli.parser import parser_of
 from tests.apps.launching.real_gcloud import parse_commands
 from tests.support import commands
-from tests.support.programs import REPO, t5x
+from tests.support.paths import REPO
+from tests.support.programs import t5x
 
 PAGES = {name: (REPO / f"docs/{name}.md").read_text() for name in ("tpu", "launching")}
 

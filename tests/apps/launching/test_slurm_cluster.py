@@ -5,7 +5,10 @@ import pytest
 from tests.apps.launching import slurm_harness
 from tests.apps.launching.slurm_cluster import missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"needs a SLURM cluster: {missing()}")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(missing()), reason=f"needs a SLURM cluster: {missing()}"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +21,6 @@ def test_errors_and_cancelled_jobs_are_final(cluster):
     slurm_harness.run_final_ends(cluster)
 
 
-@pytest.mark.slow
 def test_the_time_limit_requeues(cluster):
     slurm_harness.run_into_time_limit(cluster)
 
@@ -27,7 +29,6 @@ def test_a_failed_node_requeues(cluster):
     slurm_harness.run_through_failed_node(cluster)
 
 
-@pytest.mark.slow
 def test_a_run_whose_node_dies_ends_as_an_undisturbed_one(cluster):
     expected = slurm_harness.train_undisturbed(cluster)
     slurm_harness.train_with_dead_node(cluster).assert_same(expected)

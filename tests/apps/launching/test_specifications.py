@@ -15,7 +15,8 @@ from t5x import configuration
 from t5x._runtime.errors import UserError
 from t5x.apps.launching import accelerators, job, vertex
 from t5x.cli.parser import parser_of
-from tests.support.programs import REPO, cloud_python
+from tests.support.paths import REPO
+from tests.support.programs import cloud_python
 
 COMMAND = ["train", "--gin_file=a b.gin", "--gin.MODEL_DIR=gs://b/run"]
 TPUS = ("v4-8", "v4-256", "v5e-1", "v5e-8", "v5e-16", "v5p-64", "v6e-8", "v6e-256")

@@ -322,7 +322,7 @@ def test_no_gcloud(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
         cloud.launch()
 
 
-def test_no_capacity_is_retried_and_given_up_in_time(cloud: Cloud):
+def test_missing_capacity_is_retried_until_the_time_limit(cloud: Cloud):
     text = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone.'
     cloud.set(faults={"create": [text, text]})
     assert cloud.launch() == 0

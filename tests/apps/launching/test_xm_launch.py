@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import REPO, cloud_python, environment
+from tests.support.paths import REPO
+from tests.support.programs import cloud_python, environment
 
 
 def launch(home: Path, *flags: str) -> dict:

@@ -7,6 +7,7 @@ import pytest
 
 from t5x.telemetry.devices import parse_topology
 from tests.support import commands
+from tests.support.marks import mark_slow
 from tests.support.programs import SMALL, environment, run_python
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
@@ -18,7 +19,9 @@ def plan(*options, timeout=400):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("presets", [("fsdp",), ("dp", "fsdp", "tp", "2d")], ids=["fsdp", "all presets"])
+@pytest.mark.parametrize(
+    "presets", mark_slow({"fsdp": ["fsdp"], "all presets": ["dp", "fsdp", "tp", "2d"]}, slow=["all presets"])
+)
 def test_a_sharded_state_takes_less_memory_and_more_communication(presets):
     options = ("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8", "--scan")
     found = plan(*options, *(("--preset", presets[0]) if len(presets) == 1 else ()))

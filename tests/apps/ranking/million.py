@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from tests.inference.models import LETTERS, byte_model
-from tests.support.programs import REPO, environment, start_python
+from tests.support.paths import REPO
+from tests.support.programs import environment, start_python
 
 PASSAGES = 1000  # of a query
 

@@ -56,7 +56,7 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
     ("fields", "words"),
     [({"text": 3}, "text is '3'"), ({"max_length": "x"}, "max_length is 'x'"), ({"x": 1}, "{'x': 1}")],
 )
-def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fields, words):
+def test_an_invalid_stored_template_is_an_error_with_its_path(tmp_path, fields, words):
     with pytest.raises(UserError, match=words) as error:
         template_of(dataclasses.replace(source(tmp_path), template=fields), object())
     assert str(tmp_path) in str(error.value)
@@ -78,7 +78,7 @@ def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
     assert template_of(source(tmp_path / "mt5-mmarco"), object(), has_text=True)[0].relevant == "yes"
 
 
-def test_what_the_user_says_comes_before_what_was_found():
+def test_options_of_the_user_override_the_stored_template():
     change = lambda **given: with_changes(MONOT5, "why", **{"text": None, "labels": None, "max_length": None} | given)
     assert change() == (MONOT5, "why")
     assert change(text="mt5")[0].relevant == "yes"

@@ -76,7 +76,7 @@ def test_the_digest_is_that_of_the_wanted_passages(tmp_path):
     assert digest("d1\tone", "d2\tother", "d3\tthree") != first
 
 
-def test_empty_passages_are_noted_and_bytes_of_the_first_line_are_no_text(tmp_path):
+def test_empty_passages_are_counted_and_invalid_utf8_is_refused(tmp_path):
     path = tmp_path / "c.tsv"
     path.write_bytes(b"\xef\xbb\xbfd1\t \r\n\nd2\ttwo\r\n")
     collection = Collection(str(path), ["d1", "d2"])

@@ -4,15 +4,14 @@ import dataclasses
 import gzip
 import json
 import random
-from pathlib import Path
 
 import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.apps.ranking.templates import DUOT5, MONOT5, PRESETS, InputEncoder, PairTemplate, Template, label_ids
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 REVERSED = Template("Document: {document} Query: {query} Relevant:")
 
@@ -30,7 +29,7 @@ def texts(rng, words):
 
 
 @needs_data
-def test_what_fits_is_tokenised_as_by_hugging_face():
+def test_inputs_that_fit_are_tokenised_as_by_hugging_face():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(SHARED / "t5_vocab" / "tokenizer.json"))
     inputs = InputEncoder(vocabulary("t5"), MONOT5)

@@ -19,7 +19,8 @@ from t5x.network import Transformer
 from t5x.trainer import accumulate_grads_microbatched
 from t5x.trainer.train_state import InferenceState
 from tests.support import tiny
-from tests.support.programs import REPO, run_python
+from tests.support.paths import REPO
+from tests.support.programs import run_python
 
 RELEVANT, IRRELEVANT = 7, 11
 CONFIG = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1)
@@ -117,7 +118,7 @@ def test_the_loss_of_labels_is_cross_entropy_over_the_two_words(factor, expected
     np.testing.assert_allclose(metrics["accuracy"].compute(), found, rtol=1e-6)
 
 
-def test_a_target_of_another_template_is_no_label():
+def test_a_target_of_another_template_is_not_a_label():
     batch = pairs()
     batch["decoder_target_tokens"][2, 0] = 20
     assert np.isnan(jax.jit(ranker(loss="labels").loss_fn)(PARAMS, batch)[0])
@@ -186,6 +187,7 @@ print(json.dumps([float(metrics["loss"].compute()), norms]))
 """
 
 
+@pytest.mark.slow  # partitioning/test_meshes.py
 def test_eight_devices_find_what_one_does():
     batch = {**lists(), "row_index": np.arange(8, dtype=np.int32)}
     gradient = jax.jit(jax.value_and_grad(ranker(DROPPING, loss="listwise").loss_fn, has_aux=True))

@@ -1,15 +1,14 @@
 """A real Flan-T5 small as a ranker, compared with what transformers computed with the same weights."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import t5x
 from t5x.apps.ranking.reranker import Reranker
 from tests.checkpoints.formats.huggingface_models import real_directory
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 

@@ -17,8 +17,7 @@ from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunW
 from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics.ranking import evaluate
 from tests.apps.ranking.test_collections import write
-
-SHARED = Path(__file__).parents[4] / "shared" / "data"
+from tests.support.paths import SHARED
 
 
 def units(work):
@@ -57,7 +56,7 @@ def test_the_first_of_a_run_are_those_with_the_best_scores(tmp_path):
     assert units(work)[0] == RankingUnit("q2", "two?", ["d2", "d3"], ["text 2", "text 3"], ["d1"])
 
 
-def test_unknown_ids_are_an_error_or_left_out_and_counted(tmp_path, caplog):
+def test_unknown_ids_are_an_error_or_skipped_and_counted(tmp_path, caplog):
     run, collection, topics = run_files(tmp_path)
     write(Path(run), "q2 Q0 d1 1 2 x", *(f"q2 Q0 e{i} 2 1 x" for i in range(7)), "q7 Q0 d1 1 1 x", "q1 Q0 e1 1 1 x")
     with pytest.raises(UserError, match=r"^1 query id\(s\) of .*run are not in .*topics.tsv: q7. .*--skip_unknown"):
@@ -105,7 +104,7 @@ def test_the_id_of_a_query_may_be_beside_it(beside, tmp_path):
             ListWork(str(tmp_path / "x.jsonl"), None)
 
 
-def test_what_a_candidate_does_not_need_is_not_looked_at(tmp_path):
+def test_fields_that_a_candidate_does_not_need_are_not_checked(tmp_path):
     hits = [{"docid": str(i), "doc": "a", "score": i, "rank": rank} for i, rank in enumerate(["first", None])]
     work = ListWork(str(write(tmp_path / "x.jsonl", {"query": "who?", "hits": hits})), None)
     assert work.before == {"1": {"0": 0.0, "1": 1.0}}

@@ -265,7 +265,7 @@ def test_non_finite_scores_raise_user_error(place, tmp_path, monkeypatch):
         ranked(place, tmp_path / "out")
 
 
-def test_a_window_that_is_no_number_is_not_passed_over(one_model, monkeypatch):
+def test_a_window_with_a_nan_score_is_an_error(one_model, monkeypatch):
     monkeypatch.setattr(
         type(one_model),
         "label_logits",

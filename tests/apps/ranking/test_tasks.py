@@ -15,8 +15,8 @@ from t5x.apps.ranking.models import RankingFeatureConverter
 from t5x.apps.ranking.templates import Template
 from t5x.data.pipeline import Pipeline
 from tests.support.commands import run
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 TEMPLATE = Template(text="Q: {query} D: {document} R:", relevant="1", irrelevant="0")
 VOCABULARY = data.ByteVocabulary()
 PAIRS = {"inputs": 40, "targets": 2}
@@ -137,7 +137,7 @@ def test_evaluation_measures_the_ranking_of_each_query(judged):
     assert evaluator.evaluate(step=0, score_fn=score(-1.0))["pairs"]["mrr@10"] == pytest.approx(1 / 5)
 
 
-def test_candidates_are_drawn_as_irrelevant_unless_they_are_judged(judged, tmp_path):
+def test_candidates_are_sampled_as_irrelevant_unless_they_are_judged(judged, tmp_path):
     hits = [{"qid": 0, "docid": f"d0.{i}", "content": f"candidate {i}", "rank": i, "score": -i} for i in range(1, 40)]
     path = tmp_path / "lists.json"
     path.write_text(json.dumps([{"query": "query 0", "hits": hits}, {"query": "x", "hits": [hits[0] | {"qid": 99}]}]))

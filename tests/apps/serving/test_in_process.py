@@ -139,13 +139,8 @@ def wait_until(condition) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return byte_model(tmp_path_factory.mktemp("served") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def service(directory):
-    with Service(directory).running() as running:
+def service(tiny_t5):
+    with Service(tiny_t5).running() as running:
         yield running
 
 
@@ -249,10 +244,10 @@ def test_samples_without_a_seed_differ(service):
     assert service.complete(prompt=["abc"] * 5, max_tokens=16, temperature=2.0) != choices
 
 
-def test_a_sample_depends_on_its_seed_and_index_only(directory):
+def test_a_sample_depends_on_its_seed_and_index_only(tiny_t5):
     """Not on the row, the neighbours, their limits and lengths, or the length to which inputs are padded."""
     settings, batcher = ServerSettings(max_input_length=64, max_length=16), Batcher(4, 0.0, lambda *_: None)
-    model = load(str(directory), model_class=functools.partial(BatchedModel, batcher=batcher, settings=settings))
+    model = load(str(tiny_t5), model_class=functools.partial(BatchedModel, batcher=batcher, settings=settings))
     batcher.close()
 
     def row(text="abc", seed=5, index=7, max_length=5):
@@ -292,8 +287,8 @@ def test_the_tokens_of_inputs_and_outputs_are_counted(service):
     assert [after - number for after, number in zip(service.tokens(), before, strict=True)] == list(counts)
 
 
-def test_a_context_of_just_the_allowed_number_of_windows_is_answered(directory):
-    with Service(directory, max_documents=2).running() as other:
+def test_a_context_of_just_the_allowed_number_of_windows_is_answered(tiny_t5):
+    with Service(tiny_t5, max_documents=2).running() as other:
         for words in range(4, 24):
             status, content = other.post("/answer", question="a", context="b " * words, max_tokens=1)
             if status != 200:

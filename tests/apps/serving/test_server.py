@@ -107,6 +107,7 @@ CONSTRAINED = [
 ]
 
 
+@pytest.mark.slow  # decoding/test_constraints.py
 def test_constraints_are_those_of_the_python_api_also_in_common_batches(server: Server, loaded):
     plain = loaded.generate(INPUTS, max_length=12)
     lengths = dict(zip(INPUTS, [len(made.tokens) for made in plain], strict=True))

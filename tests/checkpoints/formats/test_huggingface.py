@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +15,9 @@ from t5x.checkpoints.formats.source import LazyArray
 from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, load_vocabulary
 from t5x.network import T5Config
 from tests.checkpoints.formats import huggingface_models as models
+from tests.support.marks import mark_slow
+from tests.support.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
 FAMILIES = list(models.FAMILIES)
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data (../shared/data) is not here")
@@ -213,7 +213,7 @@ TEXTS = [
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["t5", "mt5", "umt5", "bytes", "its own"])
+@pytest.mark.parametrize("name", mark_slow(["t5", "mt5", "umt5", "bytes", "its own"], slow=["mt5", "umt5"]))
 def test_tokenizers_give_the_ids_of_the_vocabulary(transformers, tmp_path, name):
     vocabulary = {
         "t5": lambda: SentencePieceVocabulary(SHARED / "t5_vocab/spiece.model", extra_ids=100),

@@ -199,7 +199,7 @@ def test_a_config_of_another_model(directory, changes, pattern):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
-def test_a_config_that_is_none(directory, content):
+def test_a_damaged_config_json_is_refused(directory, content):
     (directory / "config.json").write_text(content)
     refused(directory, "config.json is damaged")
 

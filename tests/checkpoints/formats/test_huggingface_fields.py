@@ -275,7 +275,7 @@ def network(**fields):
     return Transformer(T5Config(**sizes, num_encoder_layers=1, num_decoder_layers=1, **fields))
 
 
-def test_what_pads_with_zero_raises_user_error(tmp_path):
+def test_a_tokenizer_that_pads_with_zero_raises_user_error(tmp_path):
     write_tokenizer(tmp_path)
     ids = PassThroughVocabulary(64, eos_id=1)
     vocabulary = HuggingFaceVocabulary(str(tmp_path / "tokenizer.json"))

@@ -1,7 +1,6 @@
 """Hugging Face directories whose vocabulary is a tokenizer.json alone, as version 5 of transformers saves them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
 from t5x.data.vocabularies import ByteVocabulary, HuggingFaceVocabulary, SentencePieceVocabulary, load_vocabulary
 from tests.checkpoints.formats import huggingface_models as models
+from tests.support.paths import SHARED
 
-T5 = Path(__file__).parents[3] / "../shared/data/t5_vocab"
+T5 = SHARED / "t5_vocab"
 TEXTS = ["translate English to German: That is good.", "Ein Mädchen läuft über die Straße.", "a <extra_id_3> b", ""]
 
 needs_shared = pytest.mark.skipif(not T5.is_dir(), reason="the real data (../shared/data) is not here")
@@ -58,7 +58,7 @@ def vocabulary_of(path, into):
 
 
 @needs_shared
-def test_what_transformers_saves_is_converted_there_and_back_and_inferred_with(tmp_path):
+def test_a_model_that_transformers_saves_round_trips_and_infers(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from t5x.runs import infer

@@ -14,9 +14,9 @@ from t5x.checkpoints import DamagedCheckpoint
 from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow, translate
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
 from tests.checkpoints.formats.bundle_writer import write_bundle
+from tests.support.paths import SHARED
 from tests.support.programs import run_reference
 
-SHARED = Path(__file__).parents[3] / "../shared/data"
 PROGRAM = Path(__file__).parents[1] / "programs/save_with_tensorflow.py"
 STEP = 1000000
 
@@ -96,7 +96,7 @@ def test_the_checksums_of_the_real_index(real_directory, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", [f"model.ckpt-{STEP}", "three/model.ckpt-5"])
-def test_what_tensorflow_writes_loads_exactly(written, prefix):
+def test_a_checkpoint_that_tensorflow_writes_loads_exactly(written, prefix):
     directory, values = written
     source = read_mesh_tensorflow(directory / prefix)
     assert source.format == "Mesh TensorFlow"
@@ -325,7 +325,7 @@ def test_state_files_that_lead_elsewhere(several, content, message):
         read_mesh_tensorflow(several)
 
 
-def test_paths_that_are_no_checkpoint(several):
+def test_paths_that_are_not_checkpoints(several):
     with pytest.raises(UserError, match=r"model\.ckpt-7\.index"):
         read_mesh_tensorflow(several / "model.ckpt-7")
     (several / "empty").mkdir()

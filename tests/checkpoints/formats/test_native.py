@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,9 @@ from tests.checkpoints.formats.native_helpers import (
     spec,
     write_msgpack,
 )
+from tests.support.paths import SHARED
 
-FIXTURE = Path(__file__).parents[3] / "../shared/data/t5x_testdata/test_t5_tiny.checkpoint_0"
+FIXTURE = SHARED / "t5x_testdata/test_t5_tiny.checkpoint_0"
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_steps_and_dtypes_that_cannot_be_stored(tmp_path):
 # --- Reading what others wrote
 
 
-def test_what_flax_writes_inline(tmp_path, monkeypatch):
+def test_arrays_that_flax_writes_inline(tmp_path, monkeypatch):
     """Arrays, numpy scalars, plain numbers, None, and arrays so large that Flax cuts them."""
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 100)
     arrays = example_arrays() | {"target/large": np.arange(210, dtype=np.float32).reshape(7, 30)}
@@ -272,7 +272,7 @@ def test_what_flax_writes_inline(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("compressor", [None, *({"id": codec} for codec in ("gzip", "zlib", "zstd", "blosc"))])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
-def test_what_tensorstore_writes(compressor, dtype, tmp_path):
+def test_arrays_that_tensorstore_writes(compressor, dtype, tmp_path):
     """Chunks that do not divide the shape included; old and new forms of the spec."""
     array = (np.arange(35).reshape(5, 7) % 3).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     metadata = {"shape": [5, 7], "chunks": [2, 3], "compressor": compressor}

@@ -88,7 +88,7 @@ def _renamed(write, path):
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_renamed_or_foreign_directory_is_not_the_newest_checkpoint(case, tmp_path, caplog):
+def test_a_renamed_or_third_party_directory_is_not_the_newest_checkpoint(case, tmp_path, caplog):
     write, reason = FOREIGN[case]
     write(tmp_path / "checkpoint_600", 600)
     native(tmp_path / "checkpoint_20", 20)
@@ -123,7 +123,7 @@ def test_the_last_step_that_there_can_be(tmp_path):
     assert open_checkpoint(tmp_path / "in").step == 2**31 - 1
 
 
-def test_a_step_of_ours_that_is_none(tmp_path):
+def test_an_invalid_step_in_the_manifest(tmp_path):
     ours(tmp_path / "in", 7)
     manifest = tmp_path / "in" / "MANIFEST.json"
     manifest.write_text(manifest.read_text().replace('"step": 7', f'"step": {2**33}'))
@@ -132,7 +132,7 @@ def test_a_step_of_ours_that_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/sh\n", b"\x81\x01\x02", b"\xde", b"{}"])
-def test_files_that_are_no_checkpoint(tmp_path, content):
+def test_files_that_are_not_checkpoints(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UserError, match="file is not a checkpoint of a supported format"):
         open_checkpoint(tmp_path / "file")
@@ -151,7 +151,7 @@ def test_an_empty_path(tmp_path, monkeypatch):
     assert open_checkpoint(".").step == 4
 
 
-def test_what_is_a_checkpoint_by_its_content(tmp_path):
+def test_checkpoints_are_recognized_by_their_content(tmp_path):
     ours(tmp_path / "ours", 1)
     native(tmp_path / "native", 1)
     models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())

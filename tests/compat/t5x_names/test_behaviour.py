@@ -34,6 +34,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.examples.t5 import layers, network
 from tests.compat.t5x_projects import tasks
 from tests.support import tiny
+from tests.support.marks import mark_slow
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
@@ -413,7 +414,7 @@ def test_utils_functions():
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [tiny.T5_1_0, tiny.T5_1_1], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", mark_slow({"tied": tiny.T5_1_0, "untied": tiny.T5_1_1}, slow=["untied"]))
 def test_parts_of_a_network_compute_what_the_network_does(config):
     class Parts(nn.Module):
         def setup(self):

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs" / "python_api.md"
+from tests.support.paths import REPO
+
+DOCS = REPO / "docs/python_api.md"
 START, END = "<!-- names -->\n", "<!-- end -->\n"
 
 REFUSED_MODULES = {
@@ -95,7 +97,7 @@ def _has(found: object, attribute: str) -> bool:
 
 
 @pytest.mark.parametrize("module", REFUSED_MODULES)
-def test_packages_that_do_not_exist_say_so(module):
+def test_packages_that_do_not_exist_raise_import_error(module):
     with pytest.raises(ImportError, match=f"{module} does not exist in this package"):
         importlib.import_module(f"{module}.models")
 

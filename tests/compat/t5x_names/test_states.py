@@ -191,7 +191,7 @@ def test_an_empty_directory_is_not_a_checkpoint(tmp_path):
     assert checkpoints.find_checkpoint(str(file), 1000) == str(file)
 
 
-def test_what_does_not_fit_is_a_value_error_too(tmp_path):
+def test_mismatches_are_also_value_errors(tmp_path):
     checkpointer(tmp_path).save(state_at(3))
     other = dataclasses.replace(state_at(3), _optimizer=state_at(3)._optimizer.replace(target={"kernel": jnp.ones(3)}))
     reader = checkpoints.Checkpointer(other, partitioning.PjitPartitioner(), str(tmp_path))

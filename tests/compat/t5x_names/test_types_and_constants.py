@@ -26,8 +26,8 @@ from t5x.data import EncDecFeatureConverter
 from t5x.examples.t5 import layers, network
 from tests.compat.t5x_names.test_names import NAMES
 from tests.support import tiny
+from tests.support.paths import REPO
 
-TESTS = Path(__file__).parents[2]
 TESTED = [line.split("\t") for line in Path(__file__).with_name("tested.tsv").read_text().splitlines()]
 
 
@@ -39,7 +39,7 @@ def test_every_name_that_several_projects_use_has_a_test():
     for _, name, test in TESTED:
         file, function = test.split("::")
         if file not in functions:
-            text = (TESTS / file).read_text()
+            text = (REPO / "tests" / file).read_text()
             found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
             functions[file] = {node.name: ast.get_source_segment(text, node) for node in found}
         assert name in functions[file][function], f"{test} does not use {name}"

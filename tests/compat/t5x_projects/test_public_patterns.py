@@ -61,7 +61,7 @@ def state_of(model, batch) -> tuple[utils.TrainStateInitializer, t5x.train_state
     return initializer, tiny.random_state(initializer)
 
 
-def test_towers_of_a_subclass_compute_what_ours_do(batch):
+def test_towers_of_a_subclass_compute_the_same(batch):
     theirs, ours = (model_of(of(CONFIG), decode_fn=greedy_decode) for of in (OwnTowers, network.Transformer))
     params = tiny.random_params_of(theirs, {name: x.shape for name, x in batch.items()})
     packed = {**batch, "encoder_segment_ids": np.ones((4, 7), int), "decoder_segment_ids": np.ones((4, 5), int)}
@@ -93,7 +93,7 @@ class Lists(models.EncoderDecoderModel):
         return loss, {"loss": t5x.metrics.Sum(loss)}
 
 
-@pytest.mark.parametrize("module", [network.Transformer, OwnTowers])
+@pytest.mark.parametrize("module", [network.Transformer, pytest.param(OwnTowers, marks=pytest.mark.slow)])
 def test_lists_are_folded_into_the_batch(batch, module):
     model = model_of(module(CONFIG), Lists, optimizers.sgd())
     lists = {name: np.repeat(x[:, None], 3, axis=1) for name, x in batch.items()}
