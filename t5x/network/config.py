@@ -92,8 +92,9 @@ class NetworkConfig:
                 raise UserError(f"{cls}.{field.name} is {value!r}: it must be a whole number of at least {low}.")
             if field.type in (bool, str) and not isinstance(value, field.type):
                 raise UserError(f"{cls}.{field.name} is {value!r}: it must be a {field.type.__name__}.")
-        if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:
-            raise UserError(f"{cls}.mlp_activations names {unknown[0]!r}; known are {', '.join(ACTIVATIONS)}.")
+        names = tuple(ACTIVATIONS)  # a value from a file may not be hashable
+        if unknown := [a for a in self.mlp_activations if a not in names]:
+            raise UserError(f"{cls}.mlp_activations names {unknown[0]!r}; known are {', '.join(names)}.")
         if not self.mlp_activations:
             raise UserError(f'{cls}.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
         if not isinstance(self.dropout_rate, int | float) or not 0 <= self.dropout_rate < 1:
