@@ -75,7 +75,7 @@ class LocalRows:
 
     def _counts(self) -> Counts:
         trimmed = sum((pipeline.trimmed for pipeline in self._config.pipelines), self._config.converter.trimmed)
-        return Counts(self._config.bad.count if self._config.bad else 0, trimmed)
+        return Counts(self._config.bad.count, trimmed)
 
 
 class WorkerRows:

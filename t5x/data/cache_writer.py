@@ -23,6 +23,7 @@ from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
 from t5x.data import cache_reader, example_encoding, worker_process
 from t5x.data.data_fingerprint import try_fingerprint
+from t5x.data.lanes import BadExamples
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
@@ -38,7 +39,7 @@ _MAX_SHARDS = 256  # larger splits have larger shards
 _OURS = re.compile(r"shard-\d{5,}\.(array_record|json)|info\.json|COMPLETED")
 _THREADS = 8  # that verify shards
 _WRITER_OPTIONS = "group_size:1"  # decompress records one at a time
-_SECONDS_BETWEEN_REPORTS = 0.5
+_REPORTED_TOGETHER = 16  # examples; each report of a worker process is a message
 
 Summary = dict[str, Any]
 
@@ -135,7 +136,8 @@ def write(
             files.remove(cache_reader.COMPLETED)
             finished |= _write_missing(work, missing, num_workers, runner)
         check_lock()
-        _complete(files, {"shards": [finished[number] for number in range(len(shards))]})
+        completed = {"shards": [finished[number] for number in range(len(shards))]}
+        _write_json(files, cache_reader.COMPLETED, completed)
     names = ("examples", "tokens", "bytes", "bad")
     totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
     return CacheSummary(path, **totals, written=len(missing), shards=len(shards), seconds=time.monotonic() - began)
@@ -145,40 +147,35 @@ def write_shard(work: ShardWork, number: int, report: Callable[[int], None] = la
     """Write a shard atomically.
 
     Args:
-      report: called about twice a second with the number of source examples done since the last call.
+      report: called repeatedly with the number of source examples done since the last call.
     """
     files = open_directory(work.path)
     indices = work.shards[number]
-    summary: Summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
-    reported, reported_at = 0, time.monotonic()
+    summary: Summary = {"records": len(indices), "examples": 0, "tokens": 0}
+    bad = BadExamples(work.skip_bad_examples)
     with _explain_full_disk(work.path):
         with files.new_file(cache_reader.shard_name(number)) as file:
             with example_encoding.open_writer(file.name, _WRITER_OPTIONS) as write_record:
                 for done, index in enumerate(indices, 1):
-                    examples = _preprocess(work, index, summary)
+                    examples = _preprocess(work, index, bad)
                     summary["examples"] += len(examples)
                     summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
                     with work.pipeline.located(index):
                         write_record(examples)
-                    if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
-                        report(done - reported)
-                        reported, reported_at = done, time.monotonic()
+                    if done % _REPORTED_TOGETHER == 0:
+                        report(_REPORTED_TOGETHER)
             digest = digest_of(file.name)
-            summary |= {"bytes": digest["size"], "sha256": digest["sha256"]}
+            summary |= {"bad": bad.count, "bytes": digest["size"], "sha256": digest["sha256"]}
         _write_json(files, _summary_name(number), summary)
-    report(len(indices) - reported)
+    report(len(indices) % _REPORTED_TOGETHER)
     return summary
 
 
-def _preprocess(work: ShardWork, index: int, summary: Summary) -> list[Example]:
+def _preprocess(work: ShardWork, index: int, bad: BadExamples) -> list[Example]:
     try:
         examples = work.pipeline.unfinished(0, index)
     except BadExample as error:
-        if not work.skip_bad_examples:
-            raise
-        summary["bad"] += 1
-        if summary["bad"] == 1:
-            logger.warning("skipped: %s; further bad examples of this shard are only counted", error)
+        bad.add(error)
         return []
     if work.drop_text:
         return [{name: value for name, value in one.items() if not name.endswith("_pretokenized")} for one in examples]
@@ -299,18 +296,6 @@ def _summary_if_intact(work: ShardWork, number: int) -> Summary | None:
     return None
 
 
-def _complete(files: Directory, content: dict[str, Any]) -> None:
-    """Write COMPLETED, unless it exists and is correct."""
-    try:
-        existing = cache_reader.read_json(files, cache_reader.COMPLETED)
-    except cache_reader.Unusable:
-        existing = {}
-    if existing != content:
-        if existing is not None:
-            logger.warning("%s is damaged; rewriting it", files.path(cache_reader.COMPLETED))
-        _write_json(files, cache_reader.COMPLETED, content)
-
-
 def _summary_name(number: int) -> str:
     return cache_reader.shard_name(number).replace(".array_record", ".json")
 
@@ -327,8 +312,7 @@ def _write_missing(
 ) -> dict[int, Summary]:
     if runner is not None:
         return _write_with_beam(work, missing, runner)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(cores if num_workers is None else num_workers, len(missing))
+    count = min(worker_process.available_cores() if num_workers is None else num_workers, len(missing))
     total = sum(len(work.shards[number]) for number in missing)
     with Progress(total, unit="example", description=f"{work.pipeline.name} {work.pipeline.split}") as progress:
         began, done, reporting = time.monotonic(), 0, threading.Lock()

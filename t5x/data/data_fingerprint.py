@@ -5,7 +5,6 @@ feature lengths and the feature converter. It is the same in every process and w
 that only decide whether unusable examples are errors or skipped are excluded.
 """
 
-import contextlib
 import functools
 import json
 import logging
@@ -75,14 +74,12 @@ def describe_features(features: Mapping[str, Feature], hash_vocabulary: Callable
 
 
 def _describe_step(step: Any) -> dict[str, Any]:
-    # Hashed when first seen: some store results in themselves.
-    digest = None
-    with contextlib.suppress(TypeError):  # it cannot be a weak key
-        digest = _hashes.get(step)
-    if digest is None:
+    try:
+        if step not in _hashes:  # hashed when first seen: some store results in themselves
+            _hashes[step] = _hash(step)
+        digest = _hashes[step]
+    except TypeError:  # it cannot be a weak key
         digest = _hash(step)
-        with contextlib.suppress(TypeError):
-            _hashes[step] = digest
     return {"name": name_of(step), "arguments": _json_values(_arguments(step)), "hash": digest}
 
 

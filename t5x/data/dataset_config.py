@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from t5x._runtime import imports
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, check_at_least
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task
 
 
@@ -60,18 +60,13 @@ class DatasetConfig:
     skip_bad_examples: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise UserError(f"utils.DatasetConfig.batch_size is {self.batch_size!r}, not a positive whole number.")
-        for name, length in (self.task_feature_lengths or {}).items():
-            if not isinstance(length, int) or length < 1:
-                raise UserError(
-                    f"utils.DatasetConfig.task_feature_lengths: the length of {name!r} is {length!r}; it must be a "
-                    "positive whole number."
-                )
+        lengths = {f"task_feature_lengths[{name!r}]": size for name, size in (self.task_feature_lengths or {}).items()}
+        for name, size in {"batch_size": self.batch_size, **lengths}.items():
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"utils.DatasetConfig.{name} is {size!r}, not a positive whole number.")
         if self.module:
             import_task_module(self.module)
-        if self.num_workers is not None and self.num_workers < 0:
-            raise UserError(f"utils.DatasetConfig.num_workers is {self.num_workers}: it must be at least 0, or None.")
+        check_at_least(0, "utils.DatasetConfig.", num_workers=self.num_workers)
 
     def mixture_or_task(self) -> Task | Mixture:
         return get_mixture_or_task(self.mixture_or_task_name)

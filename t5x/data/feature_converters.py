@@ -10,7 +10,7 @@ import abc
 import collections
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -316,6 +316,11 @@ class DecoderFeatureConverter(FeatureConverter):
 
     TASK_FEATURES: tuple[str, ...] = ("targets",)
     OPTIONAL_TASK_FEATURES: tuple[str, ...] = ("inputs",)
+    # {feature that must not be in task_feature_lengths: the reason}
+    _REFUSED: ClassVar[dict[str, str]] = {
+        "suffixes": "suffixes after the targets (seqio's PrefixSuffixLMFeatureConverter) are not supported. Append "
+        "them to the targets, and remove 'suffixes' from task_feature_lengths."
+    }
 
     def __init__(self, loss_on_targets_only: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
@@ -336,11 +341,9 @@ class DecoderFeatureConverter(FeatureConverter):
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         super().check(available, task_feature_lengths, task_name)
-        if "suffixes" in task_feature_lengths:
-            raise UserError(
-                f"Task {task_name!r}: suffixes after the targets (seqio's PrefixSuffixLMFeatureConverter) are not "
-                "supported. Append them to the targets, and remove 'suffixes' from task_feature_lengths."
-            )
+        for feature, reason in self._REFUSED.items():
+            if feature in task_feature_lengths:
+                raise UserError(f"Task {task_name!r}: {reason}")
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         length = _decoder_length(task_feature_lengths)
@@ -375,14 +378,10 @@ class LMFeatureConverter(DecoderFeatureConverter):
     """A `DecoderFeatureConverter` for `targets` alone."""
 
     OPTIONAL_TASK_FEATURES = ()
-
-    def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
-        super().check(available, task_feature_lengths, task_name)
-        if "inputs" in task_feature_lengths:
-            raise UserError(
-                f"Task {task_name!r}: LMFeatureConverter takes targets alone, but task_feature_lengths has 'inputs'. "
-                "Remove it, or use PrefixLMFeatureConverter."
-            )
+    _REFUSED: ClassVar[dict[str, str]] = DecoderFeatureConverter._REFUSED | {
+        "inputs": "LMFeatureConverter takes targets alone, but task_feature_lengths has 'inputs'. Remove it, or use "
+        "PrefixLMFeatureConverter."
+    }
 
 
 class PrefixLMFeatureConverter(DecoderFeatureConverter):

@@ -45,7 +45,7 @@ Metric = str | Callable[..., Mapping[str, Any]]
 
 _SOURCES = {".jsonl": JsonLinesDataSource, ".tsv": TsvDataSource, ".csv": CsvDataSource, ".parquet": ParquetDataSource}
 ENDINGS, TABLES = frozenset(_SOURCES), (".tsv", ".csv")
-_COMPRESSED = (".gz", ".bz2", ".xz")
+COMPRESSED = (".gz", ".bz2", ".xz")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # what a column is usually called
 _LOOKED_AT = 100  # examples in which the fields are looked up
 # Metrics that need numbers or postprocessed targets.
@@ -260,7 +260,7 @@ def ending_of(path: str) -> str:
     '.tsv'
     """
     name = path.lower()
-    for suffix in _COMPRESSED:
+    for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
     return os.path.splitext(name)[1]
 

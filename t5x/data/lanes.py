@@ -47,6 +47,35 @@ class Position(NamedTuple):
     returned: int = 0
 
 
+class BadExamples:
+    """Decides what happens to bad examples: counts them, and logs the first few, or raises the error of the first.
+
+    Args:
+      skip: False raises errors.
+
+    Attributes:
+      count: number of bad examples.
+      first: error of the first one.
+    """
+
+    def __init__(self, skip: bool = True):
+        self.skip = skip
+        self.count = 0
+        self.first: BadExample | None = None
+
+    def add(self, error: BadExample) -> None:
+        if not self.skip:
+            raise error
+        self.count += 1
+        self.first = self.first or error
+        if self.count <= _LOGGED:
+            more = "; further bad examples are only counted" if self.count == _LOGGED else ""
+            logger.warning("skipped: %s%s", error, more)
+
+
+_RAISE = BadExamples(skip=False)
+
+
 class Stream:
     """The endless examples of one task that a lane reads.
 
@@ -62,7 +91,7 @@ class Stream:
         batch_size: int,
         order: Order,
         pipeline: Pipeline,
-        bad: "BadExamples | None" = None,
+        bad: BadExamples = _RAISE,
     ):
         self.position = Position()
         self._row, self._batch_size = row, batch_size
@@ -116,8 +145,6 @@ class Stream:
                 raise outputs
             return outputs, index
         except BadExample as error:
-            if self._bad is None:
-                raise
             self._bad.add(error)
             return [], index
 
@@ -170,7 +197,7 @@ class Stream:
         size = self._order.size
         epoch = self._place(cursor) // size
         if not any(self._any_output(epoch, index) for index in range(size)):
-            if self._bad is not None and not self._pipeline.dropped:
+            if self._bad.skip and not self._pipeline.dropped:
                 raise UserError(f"None of the {size} examples in {label} can be read. The first: {self._bad.first}")
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
             raise UserError(f"The preprocessors drop all {size} examples in {label}. Dropped by: {by}.")
@@ -194,26 +221,6 @@ def _tokens(example: Example, feature: str) -> np.ndarray:
     return np.asarray(example[feature])
 
 
-class BadExamples:
-    """Counts bad examples that are skipped, and logs the first few.
-
-    Attributes:
-      count: number of bad examples.
-      first: error of the first one.
-    """
-
-    def __init__(self):
-        self.count = 0
-        self.first: BadExample | None = None
-
-    def add(self, error: BadExample) -> None:
-        self.count += 1
-        self.first = self.first or error
-        if self.count <= _LOGGED:
-            more = "; further bad examples are only counted" if self.count == _LOGGED else ""
-            logger.warning("skipped: %s%s", error, more)
-
-
 class LaneConfig(NamedTuple):
     """Settings that the lanes of a run share.
 
@@ -224,7 +231,7 @@ class LaneConfig(NamedTuple):
       batch_size: rows of the global batch.
       shuffle: use a different order each epoch.
       trim: truncate features that are too long; otherwise they are bad examples.
-      bad: counter of skipped bad examples; None raises an error for them.
+      bad: skips and counts bad examples, or raises their errors.
     """
 
     pipelines: Sequence[Pipeline]
@@ -234,7 +241,7 @@ class LaneConfig(NamedTuple):
     batch_size: int
     shuffle: bool = True
     trim: bool = True
-    bad: "BadExamples | None" = None
+    bad: BadExamples = _RAISE
 
     def lanes(self, rows: Iterable[int]) -> list["Lane"]:
         alone = len(self.pipelines) == 1
@@ -281,8 +288,6 @@ class Lane:
                         return converter.convert_row([one.example], config.lengths, trim=config.trim)
                     size = converter.sizes(one.example, config.lengths, trim=config.trim)
             except BadExample as error:
-                if config.bad is None:
-                    raise
                 config.bad.add(error)
                 self._check_progress(one, skipped, "is invalid; the log above has the first errors")
                 continue

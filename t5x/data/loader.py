@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.specs import ConcatenateAndSplit
 from t5x.data.tasks import Task, check_split, get_subtasks, task_rates
+from t5x.data.worker_process import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def train_loader(
         cfg.batch_size,
         cfg.shuffle,
         cfg.trim_output_features,
-        BadExamples() if cfg.skip_bad_examples else None,
+        BadExamples(cfg.skip_bad_examples),
     )
     return TrainLoader(config, rows=rows, num_workers=cfg.num_workers)
 
@@ -156,11 +156,11 @@ class TrainLoader(Iterator[Batch]):
           fingerprint: the current fingerprint.
         """
         before = state.get("fingerprint")
+        detailed = [] if before is None else ["pack", "lengths"]  # those in the fingerprint
+        changes = describe_differences(self._identity, _identity_in(state), ignore=["batch_size", *detailed])
         if before is None:
             logger.info("the saved data position has no fingerprint: cannot check whether the data has changed")
-            return describe_differences(self._identity, _identity_in(state), ignore=["batch_size"])
-        detailed = ["pack", "lengths"]  # in the fingerprint
-        changes = describe_differences(self._identity, _identity_in(state), ignore=["batch_size", *detailed])
+            return changes
         return changes + describe_changes(before, fingerprint)
 
     def restore(self, state: Mapping[str, Any], *, changed_data: bool = False) -> None:
@@ -241,8 +241,7 @@ def _identity(config: LaneConfig) -> dict[str, Any]:
 
 def default_workers() -> int:
     """Return the default number of worker processes: up to half of the cores, 0 if there are few."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(0, (cores - 2) // 2))
+    return min(8, max(0, (available_cores() - 2) // 2))
 
 
 class EvalBatch(NamedTuple):
@@ -281,7 +280,7 @@ def eval_batches(
     tasks = [task for task in get_subtasks(task_or_mixture) if split in task.splits] or get_subtasks(task_or_mixture)
     seed, extra = _seed(cfg), cfg.runtime_preprocessors
     pipelines = [task.pipeline(split, lengths, seed, extra, use_cached=cfg.use_cached) for task in tasks]
-    bad = BadExamples() if cfg.skip_bad_examples else None
+    bad = BadExamples(cfg.skip_bad_examples)
     examples: Iterable[_Once] = itertools.chain.from_iterable(read_once(p, cfg.shuffle, bad) for p in pipelines)
     if lengths is None:
         examples = list(itertools.islice(examples, num_examples))
@@ -296,7 +295,7 @@ def eval_batches(
         with one.pipeline.located(one.source_index):
             return feature_converter.convert_row([one.example], lengths, trim=cfg.trim_output_features)
 
-    def fits(one: _Once, bad: BadExamples) -> bool:
+    def fits(one: _Once) -> bool:
         try:
             convert(one)
         except BadExample as error:
@@ -306,7 +305,7 @@ def eval_batches(
 
     def batches() -> Iterator[EvalBatch]:
         # Every process checks all examples, so that all agree on the rows.
-        fitting = examples if bad is None else (one for one in examples if fits(one, bad))
+        fitting = filter(fits, examples) if bad.skip else examples
         usable = itertools.islice(fitting, num_examples)
         while group := list(itertools.islice(usable, cfg.batch_size)):
             mine = [group[row] for row in rows if row < len(group)]
@@ -323,7 +322,7 @@ class _Once(NamedTuple):
     source_index: int
 
 
-def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
+def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples) -> Iterator[_Once]:
     """Yield every example of a split once; if examples are joined, the last piece is shorter."""
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
@@ -337,7 +336,7 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
 
 
 def read_positions(
-    pipeline: Pipeline, order: Order, bad: BadExamples | None, positions: Iterable[int]
+    pipeline: Pipeline, order: Order, bad: BadExamples, positions: Iterable[int]
 ) -> Iterator[tuple[int, int, list[Example]]]:
     """Yield (position, index of the source example, its outputs) of these positions in the order."""
     for position in positions:
@@ -345,8 +344,6 @@ def read_positions(
         try:
             yield position, index, pipeline.outputs(epoch, index)
         except BadExample as error:
-            if bad is None:
-                raise
             bad.add(error)
 
 

@@ -363,7 +363,7 @@ def map_over_dataset(
 
 
 def _expanded(preprocessors: Iterable[Any], available: Mapping[str, Any]) -> Iterable[Any]:
-    """Yield the preprocessors, with composites (see `preprocessor_kinds.composite`) replaced by their parts."""
+    """Yield the preprocessors, with composites (see `specs.composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function

@@ -40,6 +40,11 @@ serve({function})
 Run = Callable[[Any, Any, "Parent"], None]
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def start(run: Run) -> subprocess.Popen[bytes]:
     """Start a process that calls `serve(run)`, with pipes to it; `run` is a function of a module of t5x."""
     program = _SERVE.format(package=PACKAGE, module=run.__module__, function=run.__name__, serve=__name__)

@@ -28,6 +28,7 @@ from t5x.data.preprocessors import (
     translate,
 )
 from t5x.data.tasks import other_registries
+from t5x.examples.recipes.tasks import label_index
 
 _VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
 
@@ -83,13 +84,9 @@ def _recipes() -> dict[str, _Recipe]:
             f"glue/{name}",
             [text, *_TOKENIZED],
             _GLUE_METRICS.get(name, [metrics.accuracy]),
-            _number if name == "stsb" else functools.partial(_label_id, labels=labels),
+            _number if name == "stsb" else functools.partial(label_index, labels=labels),
         )
     return recipes
-
-
-def _label_id(decoded: str, labels: Sequence[str], **_: Any) -> int:
-    return labels.index(decoded) if decoded in labels else -1
 
 
 def _number(decoded: str, **_: Any) -> float:

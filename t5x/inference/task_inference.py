@@ -95,7 +95,7 @@ class TaskExamples:
         self._pipeline = task.pipeline(
             cfg.split, lengths, int(cfg.seed or 0), cfg.runtime_preprocessors, use_cached=cfg.use_cached
         )
-        self._bad = BadExamples() if cfg.skip_bad_examples else None
+        self._bad = BadExamples(cfg.skip_bad_examples)
         self._shuffle = cfg.shuffle
         if self._pipeline.pieces and shard.count > 1:
             raise UserError(

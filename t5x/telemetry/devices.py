@@ -150,8 +150,6 @@ def _tpu_topology(name: str, generation: str, number: int) -> Topology:
     if generation not in _TPUS:
         raise _unknown_topology(name)
     kind, cores = _TPUS[generation]
-    if (chip := chip_of(kind)) is None:
-        raise _unknown_topology(name)
     if number % cores:
         raise UserError(f"--topology {name}: the number counts cores, two per chip of {generation}. Use an even one.")
     devices = number // cores
@@ -159,6 +157,7 @@ def _tpu_topology(name: str, generation: str, number: int) -> Topology:
         per_machine = 2 * _CHIPS_PER_HOST
     else:  # hosts of v5e and v6e have 8 chips if one is enough, and 4 otherwise
         per_machine = devices if kind in ("TPU v5e", "TPU v6e") and devices <= 8 else _CHIPS_PER_HOST
+    chip = _BY_KIND[kind]
     return Topology(name, kind, chip, devices, min(per_machine, devices), chip.link)
 
 

@@ -30,7 +30,9 @@ def loader(task=None, workers=0, rows=None, bad=None):
     examples = [{"inputs": [i % 90 + 3], "targets": [7, i % 50 + 3]} for i in range(101)]
     task = make_task(examples, [noisy]) if task is None else task
     pipeline = task.pipeline("train", LENGTHS, seed=5)
-    config = LaneConfig([pipeline], [1.0], data.EncDecFeatureConverter(), LENGTHS, 8, bad=bad)
+    config = LaneConfig(
+        [pipeline], [1.0], data.EncDecFeatureConverter(), LENGTHS, 8, bad=bad or BadExamples(skip=False)
+    )
     return TrainLoader(config, rows=rows, num_workers=workers)
 
 

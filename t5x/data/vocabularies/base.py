@@ -2,6 +2,7 @@
 
 import abc
 import json
+import logging
 import operator
 from collections.abc import Iterable
 from typing import Any, Protocol, Self
@@ -9,6 +10,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from t5x._runtime.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 PAD_ID = 0
 MAX_EXTRA_IDS = 100_000
@@ -172,6 +175,13 @@ def check_extra_ids(extra_ids: int | None) -> int:
             f"extra_ids is {str(extra_ids)[:80]!r}: it must be an integer from 0 to {MAX_EXTRA_IDS:,} (T5 has 100)."
         )
     return extra_ids
+
+
+def check_padding(path: str, network_pad_id: int, pad_id: int | None, first_token: str | None) -> None:
+    """Warn if a file has another padding token than the network, which pads with its `first_token`."""
+    if network_pad_id == PAD_ID != pad_id:
+        has = "no padding token" if pad_id is None else f"pad id {pad_id}"
+        logger.warning("%s has %s, but the network pads with id 0, its token %r.", path, has, first_token)
 
 
 def utf8(text: str | bytes) -> bytes:

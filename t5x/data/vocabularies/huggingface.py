@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import logging
 import operator
 import os
 import re
@@ -11,12 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, utf8
+from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_padding, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
 from t5x.files import user_files
 from t5x.files.untrusted import parse_json
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 64 * 2**20  # files with 250,000 ids have 20 million
@@ -99,13 +96,7 @@ class _Tokenizer:
         pad_id, self.eos_id, self.bos_id, self.unk_id = (
             next((ids[name] for name in names if name in ids), None) for names in (_PAD, _EOS, _BOS, _UNK)
         )
-        if network_pad_id == PAD_ID != pad_id:
-            logger.warning(
-                "%s has %s, but the network pads with id 0, its token %r.",
-                path,
-                "no padding token" if pad_id is None else f"pad id {pad_id}",
-                self.tokenizer.id_to_token(PAD_ID),
-            )
+        check_padding(path, network_pad_id, pad_id, self.tokenizer.id_to_token(PAD_ID))
         # Truncation and padding settings have no effect here.
         settings = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
         self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

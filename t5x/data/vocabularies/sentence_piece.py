@@ -2,18 +2,15 @@
 
 import functools
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_extra_ids, utf8
+from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_extra_ids, check_padding, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_charsmap
 from t5x.files import user_files
-
-logger = logging.getLogger(__name__)
 
 SENTINEL = "\u2581<extra_id_0>"  # U+2581 stands for the space before a word
 
@@ -154,12 +151,7 @@ class _Model:
         self.eos_id, self.bos_id, self.unk_id = (
             i if i >= 0 else None for i in (self.tokenizer.eos_id(), self.tokenizer.bos_id(), self.tokenizer.unk_id())
         )
-        if network_pad_id == PAD_ID != self.tokenizer.pad_id():
-            logger.warning(
-                "This SentencePiece model has pad id %d, but the network pads with id 0, its piece %r.",
-                self.tokenizer.pad_id(),
-                model.pieces[PAD_ID].piece,
-            )
+        check_padding("The SentencePiece model", network_pad_id, self.tokenizer.pad_id(), model.pieces[PAD_ID].piece)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -8,13 +8,12 @@ from typing import Any
 from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.data import DataSource, JsonLinesDataSource, Task, TextLineDataSource, Vocabulary
-from t5x.data.file_tasks import text_task
+from t5x.data.file_tasks import COMPRESSED, text_task
 from t5x.data.preprocessors import glue, summarize, translate
 from t5x.data.sources import TsvDataSource
 from t5x.data.sources.files import FilesDataSource
 from t5x.files import user_files as data_files
 
-_COMPRESSED = (".gz", ".bz2", ".xz")
 _MRPC_LABELS = ("not_equivalent", "equivalent")
 
 
@@ -55,7 +54,7 @@ def mrpc(directory: str, vocabulary: Vocabulary) -> Task:
             ),
         ],
         [metrics.accuracy, metrics.f1_score_with_invalid],
-        functools.partial(_number_of, labels=_MRPC_LABELS),
+        functools.partial(label_index, labels=_MRPC_LABELS),
     )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ class _PerhapsCompressed(FilesDataSource):
 
     def _paths(self, split: str) -> list[str]:
         path = os.path.expanduser(str(self._patterns[split]))
-        existing = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
+        existing = [name for name in (path, *(path + ending for ending in COMPRESSED)) if data_files.exists(name)]
         if len(existing) > 1:
             raise UserError(f"Split {split!r} has several files: {', '.join(existing)}. Keep one of them.")
         return data_files.expand(*existing or [path])
@@ -168,6 +167,6 @@ def _with_number(example: dict[str, str], field: str) -> dict[str, str | int]:
     return example | {field: int(example[field])}
 
 
-def _number_of(decoded: str, labels: Sequence[str], **_: Any) -> int:
+def label_index(decoded: str, labels: Sequence[str], **_: Any) -> int:
     """Return the index of the label; -1 if the prediction is not a label."""
     return labels.index(decoded) if decoded in labels else -1
