@@ -4,8 +4,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from t5x.checkpoints import tree
+from t5x.checkpoints.array_reader import read_names, read_shapes, restore
 from t5x.checkpoints.best import Ranking
-from t5x.checkpoints.checkpoint_reader import read_names, read_shapes, restore
 from t5x.checkpoints.formats.source import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
 from t5x.checkpoints.manifest import read_file as read_sidecar

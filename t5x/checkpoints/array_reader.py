@@ -1,4 +1,6 @@
-"""Reads the arrays of a checkpoint from its directory `state/`, onto any devices.
+"""Reads the arrays of a checkpoint, whoever wrote it, onto any devices.
+
+`restore` reads a tree from the path of a checkpoint alone; `StoredArrays` reads its directory `state/`:
 
     _METADATA               JSON: the names of the arrays; shapes and dtypes of empty ones
     manifest.ocdbt, d/      an OCDBT database that indexes the chunks of all arrays
@@ -28,7 +30,9 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from t5x.checkpoints import ocdbt
+from t5x._runtime.errors import UserError
+from t5x.checkpoints import manifest, ocdbt, paths
+from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, Malformed, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
@@ -36,7 +40,7 @@ from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import ByteRange
 from t5x.checkpoints.paths import open_files
 from t5x.files.remote import is_remote
-from t5x.files.storage_errors import access_error, first_line, tensorstore_status
+from t5x.files.storage_errors import access_errors, first_line, tensorstore_status
 from t5x.files.untrusted import open_inside, parse_json
 
 log = logging.getLogger(__name__)
@@ -136,19 +140,76 @@ class StoredArrays:
             yield batch
 
 
-# --- Metadata
+# --- Checkpoints
 
 
-def read_shapes(directory: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return {name: shape and dtype} of every array in the directory."""
-    return StoredArrays(directory).shapes
+def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = True) -> Any:
+    """Read the tree of a checkpoint, or a part of it.
+
+    Args:
+      path: the checkpoint directory.
+      abstract_tree: the tree to return, with jax.ShapeDtypeStruct leaves. A leaf with a sharding is read directly onto
+        its devices, on any mesh; one without becomes a NumPy array. A dtype other than the stored one casts. Of the
+        sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those that the tree omits are not
+        read (`{"target": …}` for inference); within a section, the arrays must match exactly. None reads everything,
+        as nested dictionaries of NumPy arrays.
+      verify: check all files against the manifest while reading. Pass False if that has just been done.
+
+    Raises:
+      DamagedCheckpoint: a file has changed since it was written.
+      UserError: the tree does not fit; the message has a table of the differences.
+    """
+    if not verify:
+        return _read(path, abstract_tree)
+    verification = manifest.Verification(path)
+    try:
+        return _read(path, abstract_tree)
+    finally:
+        verification.finish()  # damage replaces any error above, which it may have caused
 
 
-def read_names(directory: epath.PathLike) -> set[str]:
-    """Return the names of all arrays in the directory without opening them."""
+def _read(path: epath.PathLike, abstract_tree: Any) -> Any:
+    stored = StoredArrays(_state_directory(path))
+    if abstract_tree is None:
+        return trees.nest(stored.read(stored.shapes))
+
+    requested = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
+    sections = {trees.section(name) for name in requested}
+    relevant = {name: leaf for name, leaf in stored.shapes.items() if trees.section(name) in sections}
+    if table := trees.difference_by_name(requested, relevant):
+        raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
+    _log_casts(path, requested, stored.shapes)
+    leaves = stored.read(requested)
+    return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves.values())
+
+
+def read_shapes(path: epath.PathLike) -> dict[str, Any]:
+    """Return the tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
+    return trees.nest(StoredArrays(_state_directory(path)).shapes)
+
+
+def read_names(path: epath.PathLike) -> set[str]:
+    """Return the names of all arrays of a checkpoint."""
+    directory = _state_directory(path)
     with _metadata_errors(directory):
         names, empty = _read_metadata(directory)
         return {*names, *empty}
+
+
+def _state_directory(path: epath.PathLike) -> str:
+    """Return the directory of the arrays, after checking that the manifest is one of ours."""
+    manifest.read(path)
+    return f"{paths.location(path)}/{paths.STATE}"
+
+
+def _log_casts(path: epath.PathLike, requested: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    casts = sorted({(shapes[name].dtype.name, leaf.dtype.name) for name, leaf in requested.items()})
+    for stored, asked in casts:
+        if stored != asked:
+            log.info("%s: casting %s arrays to %s", path, stored, asked)
+
+
+# --- Metadata
 
 
 def _read_metadata(directory: epath.PathLike) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
@@ -169,7 +230,7 @@ def _read_metadata(directory: epath.PathLike) -> tuple[list[str], dict[str, jax.
 @contextlib.contextmanager
 def _metadata_errors(directory: epath.PathLike) -> Iterator[None]:
     try:
-        with _access_errors(directory):
+        with access_errors(os.fspath(directory)):
             yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(directory, f"its metadata cannot be read: {first_line(error)}") from error
@@ -178,23 +239,12 @@ def _metadata_errors(directory: epath.PathLike) -> Iterator[None]:
 @contextlib.contextmanager
 def _read_errors(directory: epath.PathLike) -> Iterator[None]:
     try:
-        with _access_errors(directory):
+        with access_errors(os.fspath(directory)):
             yield
     except ValueError as error:
         if not tensorstore_status(error):
             raise
         raise DamagedCheckpoint(directory, first_line(error)) from error
-
-
-@contextlib.contextmanager
-def _access_errors(directory: epath.PathLike) -> Iterator[None]:
-    """Convert what TensorStore raises if a server does not answer or refuses access, which is not damage."""
-    try:
-        yield
-    except ValueError as error:
-        if (explained := access_error(os.fspath(directory), error)) is not None:
-            raise explained from error
-        raise
 
 
 # --- Arrays in files

@@ -18,9 +18,9 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import array_reader, ocdbt
+from t5x.checkpoints import ocdbt
 from t5x.checkpoints import tree as trees
-from t5x.checkpoints.array_reader import EMPTY, METADATA, stored_name
+from t5x.checkpoints.array_reader import EMPTY, METADATA, StoredArrays, stored_name
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
@@ -123,7 +123,7 @@ def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStru
     if is_remote(directory):
         files.create(_COMMITTED, b"")
     try:
-        if missing := shapes.keys() - array_reader.read_shapes(directory).keys():
+        if missing := shapes.keys() - StoredArrays(directory).shapes.keys():
             raise ValueError(f"{min(missing)} is missing")
         if sum(entry.size for entry in files.list().values()) < sum(map(_bytes_in_files, shapes.values())):
             raise ValueError("the files are too small for the arrays")

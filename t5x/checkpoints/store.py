@@ -25,7 +25,7 @@ import jax
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
+from t5x.checkpoints import array_reader, array_writer, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
@@ -196,7 +196,7 @@ class CheckpointStore:
                 _logger.info("Removing %s, left unfinished by an earlier run", self._files.path(name))
                 self._files.unpublish(name, self._publication)
 
-    # --- Reading (checkpoint_reader.py works on any path)
+    # --- Reading (array_reader.py works on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
@@ -277,7 +277,7 @@ class CheckpointStore:
         return distributed.decide(self._topic(topic), find)
 
     verify = staticmethod(manifest.verify)
-    restore = staticmethod(checkpoint_reader.restore)
+    restore = staticmethod(array_reader.restore)
     read_sidecar = staticmethod(manifest.read_file)
 
     def _topic(self, what: str) -> str:

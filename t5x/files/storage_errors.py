@@ -71,13 +71,17 @@ def explained(url: str) -> Iterator[None]:
         raise kind(f"{url}: {problem}") from error
 
 
-def access_error(url: str, error: ValueError) -> UserError | None:
-    """Return the error to raise for one of TensorStore's; None if its cause is not the server, but what is stored."""
-    status = tensorstore_status(error)
-    if "://" not in url or status not in (*_TRANSIENT, *_DENIED):
-        return None
-    kind, problem = _diagnose_tensorstore(url.split("://")[0], status, error)
-    return kind(f"{url}: {problem}")
+@contextlib.contextmanager
+def access_errors(url: str) -> Iterator[None]:
+    """Convert what TensorStore raises if a server at `url` does not answer or refuses access, which is not damage."""
+    try:
+        yield
+    except ValueError as error:
+        status = tensorstore_status(error)
+        if "://" not in url or status not in (*_TRANSIENT, *_DENIED):
+            raise
+        kind, problem = _diagnose_tensorstore(url.split("://")[0], status, error)
+        raise kind(f"{url}: {problem}") from error
 
 
 def is_missing(error: FileNotFoundError) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 
 from t5x._runtime.errors import UserError, check_at_least, shorten
 from t5x.checkpoints import families, names, transfer
-from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.formats import Source
+from t5x.checkpoints.formats.source import fingerprint
 from t5x.checkpoints.model_description import load_model, model_of
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.vocabularies.loading import vocabulary_named

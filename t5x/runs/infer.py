@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from t5x import configuration
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.checkpoints.formats.source import fingerprint
 from t5x.configuration import gin_utils
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig

@@ -20,10 +20,10 @@ from t5x import checkpoints
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import names, transfer, tree
 from t5x.checkpoints.assignment import RestoreRules
-from t5x.checkpoints.checkpoint_reader import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
+from t5x.checkpoints.formats.source import fingerprint
 from t5x.checkpoints.model_description import check_same_model
 from t5x.checkpoints.paths import open_files
 from t5x.data.dataset_config import DatasetConfig

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from t5x.checkpoints.checkpoint_reader import fingerprint
-from t5x.checkpoints.formats import Source
+from t5x.checkpoints.formats.source import Source, fingerprint
 
 KINDS = {
     "t5x": ("checkpoint_1", ["MANIFEST.json", "state/d/1"]),

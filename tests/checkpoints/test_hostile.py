@@ -14,7 +14,7 @@ import tensorstore as ts
 
 import t5x
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import checkpoint_reader, layout, manifest, ocdbt, paths
+from t5x.checkpoints import array_reader, layout, manifest, ocdbt, paths
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.safety import check_expansion
 from t5x.checkpoints.model_description import check_same_model
@@ -211,7 +211,7 @@ def test_arrays_of_fill_values_in_a_database(copy, format):
         read(path, "bytes")
     if format == "t5x":
         with pytest.raises(UserError, match="claims arrays"):
-            checkpoint_reader.restore(path / OURS)
+            array_reader.restore(path / OURS)
 
 
 def test_chunks_that_are_fill_value_may_be_missing(copy):
@@ -275,7 +275,7 @@ def test_an_array_without_elements_that_has_some(copy):
     with pytest.raises(UserError, match="without elements"):
         open_checkpoint(path)
     with pytest.raises(UserError, match="without elements"):
-        checkpoint_reader.read_shapes(path)
+        array_reader.read_shapes(path)
 
 
 def test_directories_that_are_not_checkpoints_are_not_opened(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import checkpoint_reader, convert, paths, remote_reading
+from t5x.checkpoints import array_reader, convert, paths, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
@@ -98,8 +98,8 @@ def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, cap
     assert_same_files(local, staged)
     assert len(requests) > len(files(local))
     np.testing.assert_array_equal(
-        checkpoint_reader.restore(open_checkpoint(f"{RUN}/checkpoint_7").path)["target"]["a"],
-        checkpoint_reader.restore(local)["target"]["a"],
+        array_reader.restore(open_checkpoint(f"{RUN}/checkpoint_7").path)["target"]["a"],
+        array_reader.restore(local)["target"]["a"],
     )
     assert f"rm -r {staged.parent}" in caplog.text
     assert (staged.parent / "source.txt").read_text().strip().endswith("bucket/run/checkpoint_7")

@@ -154,4 +154,4 @@ def test_the_state_directory_is_plain_orbax(checkpoint):
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         assert_same(tree, checkpointer.restore(checkpoint / "state", restore_args=as_numpy))
         assert_same(tree, checkpointer.restore(checkpoint / "state"))
-    assert array_reader.read_shapes(checkpoint / "state").keys() >= {"target/unused/table", "state/step"}
+    assert array_reader.StoredArrays(checkpoint / "state").shapes.keys() >= {"target/unused/table", "state/step"}
