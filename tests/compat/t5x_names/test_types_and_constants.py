@@ -27,7 +27,7 @@ from t5x.examples.t5 import layers, network
 from tests.compat.t5x_names.test_names import NAMES
 from tests.support import tiny
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 TESTED = [line.split("\t") for line in Path(__file__).with_name("tested.tsv").read_text().splitlines()]
 
 
