@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 from t5x._runtime.errors import UserError
 from t5x.kernels.ops import ACTIVATIONS
 
+REMAT_POLICIES = ("none", "minimal", "full")
 _CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "matmul_dtype": (None, "fp8"),
-    "remat_policy": ("none", "minimal", "full"),
+    "remat_policy": REMAT_POLICIES,
     "param_scan_axis": (0, 1),
 }
 _MAX_DISTANCE = 65_536  # kernels keep the bias up to this distance in memory
