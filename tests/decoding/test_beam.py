@@ -37,7 +37,7 @@ def beam_search_of_the_table():
     "ties, alpha",
     mark_slow(
         {f"{kind}-{alpha}": (kind == "ties", alpha) for kind in ("random", "ties") for alpha in (0.0, 0.6, 2.0, -0.7)},
-        slow=["random-0.6", "random--0.7", "ties-0.0", "ties-2.0"],
+        slow=["random-0.0", "random-0.6", "random--0.7", "ties-0.0", "ties-0.6", "ties-2.0"],
     ),
 )
 def test_a_wide_beam_finds_what_exhaustive_search_finds(alpha, ties):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,6 @@ CASES = {
     "untied": (UNTIED, False),
     "bias in every layer, scanned": (PER_LAYER, True),
 }
-
-attention = pytest.mark.parametrize("prefix", [False, True], ids=["causal", "prefix"])
 
 
 def model(config: TransformerConfig, prefix: bool = False, **options) -> DecoderOnlyModel:
@@ -104,15 +103,19 @@ def every_logits(config: TransformerConfig, scan: bool) -> dict[tuple[str, bool]
     return dict(zip(kinds, jax.jit(compute)(params), strict=True))
 
 
+LOGITS = {
+    f"{name}-{'prefix' if prefix else 'causal'}-{kind}": (*CASES[name], prefix, kind)
+    for name, prefix, kind in itertools.product(CASES, (False, True), BATCHES)
+}
+# Each configuration, and each batch with and without a prefix.
+QUICK_LOGITS = [
+    "tied-prefix-padded", "tied, scanned-causal-packed", "untied-prefix-packed", "untied-causal-packed",
+    "bias in every layer, scanned-causal-padded", "bias in every layer, scanned-prefix-packed",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "config, scan, prefix, kind",
-    mark_slow(
-        {
-            f"{name}-{'prefix' if prefix else 'causal'}-{kind}": (*CASES[name], prefix, kind)
-            for name in CASES for prefix in (False, True) for kind in BATCHES
-        },
-        slow=["tied-causal-padded", "tied, scanned-causal-padded", "untied-causal-padded"],
-    ),
+    "config, scan, prefix, kind", mark_slow(LOGITS, slow=[name for name in LOGITS if name not in QUICK_LOGITS])
 )
 def test_logits(config, scan, prefix, kind):
     batch = BATCHES[kind]
