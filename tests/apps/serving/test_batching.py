@@ -200,3 +200,13 @@ def test_closing_computes_the_waiting_rows(compute):
     for thread, found in threads:
         thread.join(10)
         assert "results" in found
+
+
+def test_closing_returns_only_after_the_batch_in_progress(compute):
+    batcher = Batcher(max_rows=4, max_wait=0, observe=lambda *_: None)
+    thread, _ = start(batcher, compute, [1])
+    assert compute.started.wait(10)
+    threading.Timer(0.3, compute.go.set).start()
+    batcher.close()
+    assert compute.batches == [("a", [1])]
+    thread.join(10)

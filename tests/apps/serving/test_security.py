@@ -4,10 +4,11 @@ import asyncio
 
 import httpx
 import pytest
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from t5x._runtime.errors import UserError
-from t5x.apps.serving.security import TOKEN_VARIABLE, Guard, read_token
+from t5x.apps.serving.security import TOKEN_VARIABLE, ApiError, Guard, read_body, read_token
 
 
 def get(guard: Guard, host: str, token: str | None = None) -> int:
@@ -47,3 +48,23 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (tmp_path / "token").write_text(bad)
         with pytest.raises(UserError, match="openssl"):
             read_token(str(tmp_path / "token"))
+
+
+def request_in_pieces(pieces: list[bytes], count: list[int]) -> Request:
+    """A JSON request without Content-Length, as chunked encoding sends it; `count` gets the number of pieces read."""
+
+    async def receive() -> dict:
+        count[0] += 1
+        piece = pieces[count[0] - 1]
+        return {"type": "http.request", "body": piece, "more_body": count[0] < len(pieces)}
+
+    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+
+def test_a_body_of_unknown_length_is_refused_at_the_first_byte_too_many():
+    count = [0]
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(read_body(request_in_pieces([b"12345"] * 9, count), 10, seconds=60))
+    assert refused.value.status == 413
+    assert count == [3]
+    assert asyncio.run(read_body(request_in_pieces([b"12345"] * 2, [0]), 10, seconds=60)) == b"1234512345"
