@@ -158,7 +158,7 @@ def json_lines(results: Results) -> str:
 def results_table(results: Results, *, width: int | None = None, bold: bool = False) -> str:
     """Return a table with a row per step and a column per metric. The best value of several steps has a star.
 
-    >>> print(table({2: {"sums": {"accuracy": 25.0, "loss": 2.5}}, 4: {"sums": {"accuracy": 75.0}}}), end="")
+    >>> print(results_table({2: {"sums": {"accuracy": 25.0, "loss": 2.5}}, 4: {"sums": {"accuracy": 75.0}}}), end="")
     step  sums/accuracy  sums/loss
        2            25         2.5
        4            75*
