@@ -1,6 +1,6 @@
 """Values that contradict an annotation are found; values that may be right are not reported.
 
-The package `lab` stands for users' code, whose contradictions are warnings; `test_wrong_types.py` is about t5x's own.
+The package `lab` stands for users' code, whose contradictions are warnings; `test_gin_types.py` is about t5x's own.
 """
 
 import collections.abc
