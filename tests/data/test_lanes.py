@@ -11,8 +11,8 @@ from t5x import data
 from t5x.data.example_order import Order, shuffled
 from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
-from t5x.data.sources import BadExample
 from t5x.data.pipeline import derive_seed
+from t5x.data.sources import BadExample
 
 from .conftest import make_task
 
