@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from t5x import data
 from t5x.data.example_order import Order, shuffled
-from t5x.data.lanes import LaneConfig
+from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
 from t5x.data.pipeline import derive_seed
+from t5x.data.sources import BadExample
 
 from .conftest import make_task
 
@@ -188,3 +189,14 @@ def test_saved_positions_stay_valid():
 def test_blocks_of_the_order_are_the_order(size, seed, first, step, shuffle):
     order = Order(size, seed, shuffle)
     assert order.block(first, step, 40) == [order(first + step * i) for i in range(40)]
+
+
+def test_the_first_bad_examples_are_logged_and_the_rest_counted(caplog):
+    bad = BadExamples()
+    for number in range(7):
+        bad.add(BadExample(f"line {number}"))
+    assert bad.count == 7 and str(bad.first) == "line 0"
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"skipped: line {number}" for number in range(4)),
+        "skipped: line 4; further bad examples are only counted",
+    ]

@@ -189,4 +189,5 @@ def test_state_without_prompt_end_counts_from_the_start():
     logits = np.zeros((1, 5), np.float32)
     assert constraints.forced_tokens([3, 2])(logits, state).argmax() == 2
     assert constraints.min_length(2)(logits, state)[0, EOS] == NEG_INF
+    assert constraints.min_length(1)(logits, state)[0, EOS] == 0  # one token is generated: that is enough
     assert constraints.choices([[0, 4]])(logits, state).argmax() == 4
