@@ -1,6 +1,6 @@
 """TensorFlow's V2 checkpoints, read without TensorFlow.
 
-    PREFIX.index                     a table (see sorted_table.py): name -> position of the tensor, a protocol buffer
+    PREFIX.index                     a sorted table: name -> position of the tensor, a protocol buffer
     PREFIX.data-SSSSS-of-NNNNN       the tensors, raw, little-endian
 
 The index is read at once and every entry is checked against the sizes of the data files. A tensor is memory-mapped and
