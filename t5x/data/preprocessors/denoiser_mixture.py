@@ -77,7 +77,7 @@ def ul2(
         _check(denoiser, mode_tokens)
         mode = vocabulary.encode(mode_tokens[denoiser.mode]) if mode_tokens else []
         length = _largest(denoiser, lengths[0] - len(mode), lengths[1])
-        plans.append(BlockPlan(denoiser, np.asarray(mode, dtype), length))
+        plans.append(PlannedDenoiser(denoiser, np.asarray(mode, dtype), length))
     denoising.check_sentinels(vocabulary, max(plan.spans for plan in plans), "ul2")
     step = functools.partial(mix_denoisers, plans=plans, sentinel=vocabulary.vocab_size - 1)
     piece = _EXAMPLES_A_PIECE * max(plan.length for plan in plans)
@@ -85,7 +85,7 @@ def ul2(
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockPlan:
+class PlannedDenoiser:
     """A denoiser with the ids of its mode token and the number of tokens it takes."""
 
     denoiser: Denoiser
@@ -108,7 +108,7 @@ class BlockPlan:
         return split | {"inputs": np.concatenate([self.mode, split["inputs"]])}
 
 
-def mix_denoisers(example: Example, seed: int, plans: Sequence[BlockPlan], sentinel: int) -> list[Example]:
+def mix_denoisers(example: Example, seed: int, plans: Sequence[PlannedDenoiser], sentinel: int) -> list[Example]:
     """Split the tokens into examples, each with the length of its denoiser; the last may be shorter."""
     tokens = denoising.token_ids(example, denoising.TOKENS)
     rng = generator(seed)
