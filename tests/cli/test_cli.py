@@ -257,7 +257,7 @@ def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):
 def test_a_signal_that_comes_during_garbage_collection_is_not_lost(signum, code):
     program = f"""
 import gc, os, signal, sys, time
-from t5x.cli.options import work_begins
+from t5x._runtime.signals import work_begins
 work_begins()
 def callback(phase, info):
     gc.callbacks.clear()
@@ -286,7 +286,7 @@ def test_a_signal_during_an_import_waits_for_its_end_unless_it_comes_twice(times
     )
     program = """
 import signal, sys, time
-from t5x.cli.options import work_begins
+from t5x._runtime.signals import work_begins
 work_begins()
 try:
     import slow_module
@@ -316,8 +316,8 @@ def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says
     program = """
 import jax, jax.numpy as jnp
 from t5x.cli import main as cli
-from t5x.cli.verbs import doctor
-from t5x.cli.options import work_begins
+from t5x.apps.doctor import doctor_verb
+from t5x._runtime.signals import work_begins
 import signal
 
 jax.config.update("jax_enable_compilation_cache", False)
@@ -334,7 +334,7 @@ def run(args):
     lowered.compile()
     print("compiled", flush=True)
 
-doctor.run = run
+doctor_verb.run = run
 cli.main(["doctor"])
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

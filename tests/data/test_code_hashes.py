@@ -63,7 +63,7 @@ LASTING = {
 def package(tmp_path, monkeypatch):
     """package(name, {module: source}) -> a function that imports a module of it."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # that of a file of the same size and second counts as its own
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file of the same size and second would reuse it
     before = set(sys.modules)
 
     def write(name, modules):
