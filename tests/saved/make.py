@@ -35,7 +35,7 @@ _RECIPES = ("squad", "nq_open", "monot5", "rankt5")
 # How config.gin of earlier versions named the function that writes it.
 _EARLIER = {
     "plain": ("from t5x import plain", "plain.write_down"),
-    "file_training": ("from t5x.cli.verbs import file_training", "file_training.write_configuration"),
+    "file_training": ("from t5x.cli import file_training", "file_training.write_configuration"),
 }
 
 
