@@ -123,7 +123,7 @@ def test_an_unknown_factor_lists_the_known_ones():
 OVER_DEVICES = """
 import json, re
 import jax, numpy as np
-from t5x import losses
+from t5x.models import losses
 from t5x.partitioning import PjitPartitioner
 
 losses._CHUNK_BYTES = 8 * 12 * 256 // 4
