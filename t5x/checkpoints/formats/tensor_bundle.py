@@ -28,8 +28,9 @@ _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER = 48
 _TRAILER = 5
 _MAX_KEY = 1024
+_MAX_BLOCK = 16 * 2**20  # TensorFlow writes blocks of 256 kB
 _MAX_ENTRIES = 100_000
-_UNCOMPRESSED = 0
+_UNCOMPRESSED, _SNAPPY = 0, 1
 
 
 def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -102,12 +103,12 @@ def _read_block(content: bytes, offset: int, size: int) -> bytes:
     end = offset + size + 1
     if masked_crc32c(content[offset:end]) != int.from_bytes(content[end : end + 4], "little"):
         raise Malformed(f"the checksum of the block at byte {offset} does not match")
-    if (compression := content[end - 1]) != _UNCOMPRESSED:
-        raise Malformed(
-            f"the block at byte {offset} has compression {compression}, which is not supported. TensorFlow 1.2 and "
-            "later write indexes without compression: load the checkpoint with TensorFlow and save it uncompressed"
-        )
-    return content[offset : end - 1]
+    compression = content[end - 1]
+    if compression == _UNCOMPRESSED:
+        return content[offset : end - 1]
+    if compression == _SNAPPY:  # as in the indexes of Google's published checkpoints
+        return decompress_snappy(content[offset : end - 1])
+    raise Malformed(f"the block at byte {offset} has compression {compression}, which is neither none nor snappy")
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -123,6 +124,36 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
             raise Malformed(f"a key shares {shared} bytes with a key of {len(key)} and adds {added}")
         key = key[:shared] + cursor.take(added)
         yield key, cursor.take(size)
+
+
+def decompress_snappy(data: bytes) -> bytes:
+    """Decompress Snappy's raw format: the length, then literals and copies of earlier output."""
+    cursor = Cursor(data)
+    length = cursor.varint()
+    if length > _MAX_BLOCK:
+        raise Malformed(f"compressed data claims to hold {length} bytes")
+    output = bytearray()
+    while cursor:
+        tag = cursor.take(1)[0]
+        kind, upper = tag & 3, tag >> 2
+        if kind == 0:
+            size = (upper if upper < 60 else cursor.little_endian(upper - 59)) + 1
+            output += cursor.take(size)
+        else:
+            if kind == 1:
+                size, distance = (upper & 7) + 4, (upper >> 3) << 8 | cursor.take(1)[0]
+            else:
+                size, distance = upper + 1, cursor.little_endian(2 if kind == 2 else 4)
+            if not 0 < distance <= len(output):
+                raise Malformed(f"compressed data copies from {distance} bytes back, after {len(output)} bytes")
+            start = len(output) - distance
+            repeated = output[start : start + size]
+            output += (repeated * (size // len(repeated) + 1))[:size]
+        if len(output) > length:
+            break
+    if len(output) != length:
+        raise Malformed(f"compressed data gives {len(output)} bytes or more instead of {length}")
+    return bytes(output)
 
 
 _DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}

@@ -28,6 +28,39 @@ def test_every_type_and_odd_offsets(tmp_path, dtype):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "compressed, expected",
+    [
+        (b"\x05\x10hello", b"hello"),
+        (b"\x05\xf0\x04hello", b"hello"),
+        (b"\x0b\x08abc" + b"\x11\x03", b"abcabcabcab"),
+        (b"\x09\x00a" + b"\x1e\x01\x00", b"aaaaaaaaa"),
+        (b"\x06\x08abc" + b"\x0b\x03\x00\x00\x00", b"abcabc"),
+    ],
+)
+def test_snappy_blocks_are_decompressed(compressed, expected):
+    assert tensor_bundle.decompress_snappy(compressed) == expected
+
+
+@pytest.mark.parametrize(
+    "compressed",
+    [
+        b"",
+        b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # a length without end
+        b"\xff\xff\xff\xff\x7f\x00a",  # 34 GB
+        b"\x05\x10hell",
+        b"\x05\xfc\xff\xff\xff\xffhello",
+        b"\x05\x00a\x01\x02",  # copies from before the beginning
+        b"\x05\x00a\x01\x00",  # copies from nowhere
+        b"\x04\x10hello",
+        b"\x06\x10hello",
+    ],
+)
+def test_damaged_snappy_blocks_are_malformed(compressed):
+    with pytest.raises(tensor_bundle.Malformed):
+        tensor_bundle.decompress_snappy(compressed)
+
+
 GOOD = {b"a": bundles.entry()}
 ENTRIES = [
     (bundles.entry(shard=1), "data file number 1"),
@@ -86,7 +119,7 @@ TABLES = [
     (in_a_block(b"\x00\x7fa"), "exceeds"),
     (in_a_block(b"", restarts=2**32 - 1), "restart offsets"),
     (in_a_block(b"", compression=2), "compression 2"),
-    (in_a_block(b"", compression=1), "save it uncompressed"),
+    (bundles.table(bundles.block(b"\xff\xff\xff\xff\x7f", compression=1)), "claims to hold"),
     (bundles.index_file(GOOD, header=b""), "0 data files"),
     (bundles.index_file(GOOD, header=bundles.number(1, 2**40)), "data files"),
     (bundles.index_file(GOOD, header=bundles.HEADER + bundles.number(2, 1)), "big-endian"),
