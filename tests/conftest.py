@@ -29,6 +29,7 @@ os.environ["T5X_CACHE_DIR"] = str(REPO / ".pytest_cache" / "t5x")
 
 import t5x
 import t5x.examples.demo.dates
+from t5x import data
 from t5x._runtime import imports
 from t5x.inference.loaded import LoadedModel
 from t5x.partitioning.multiprocess import enable_compilation_cache
@@ -72,6 +73,16 @@ def user_directories(monkeypatch) -> Iterator[None]:
     yield
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)
+
+
+@pytest.fixture
+def registries():
+    """Registries whose content is put back after the test."""
+    saved = [(registry, dict(registry._entries)) for registry in (data.TaskRegistry, data.MixtureRegistry)]
+    yield
+    for registry, entries in saved:
+        registry._entries.clear()
+        registry._entries.update(entries)
 
 
 @pytest.fixture

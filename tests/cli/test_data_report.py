@@ -162,15 +162,6 @@ def test_a_mixture_has_a_table_of_shares():
     ]
 
 
-@pytest.fixture
-def registries():
-    saved = [(registry, dict(registry._entries)) for registry in (data.TaskRegistry, data.MixtureRegistry)]
-    yield
-    for registry, entries in saved:
-        registry._entries.clear()
-        registry._entries.update(entries)
-
-
 def test_lengths_are_checked():
     with pytest.raises(UserError, match="inputs=512,targets=114"):
         parse_lengths("512,114")

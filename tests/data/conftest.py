@@ -28,16 +28,6 @@ def t5_model_file(shared_data):
 
 
 @pytest.fixture
-def registries():
-    """Registries whose content is put back after the test."""
-    saved = [(registry, dict(registry._entries)) for registry in (data.TaskRegistry, data.MixtureRegistry)]
-    yield
-    for registry, entries in saved:
-        registry._entries.clear()
-        registry._entries.update(entries)
-
-
-@pytest.fixture
 def write(tmp_path):
     """write(name, text or bytes or list of JSON-able lines) -> path; a .gz name is compressed."""
 
