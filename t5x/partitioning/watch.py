@@ -63,7 +63,7 @@ class PeerWatcher(threading.Thread):
                 for key, _ in selector.select(HEARTBEAT_SECONDS / 2):
                     try:
                         for message in self._channels[key.data].receive():
-                            self._handle(key.data, message)
+                            self._receive_message(key.data, message)
                     except EOFError:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, f"{self.members[key.data]} died or lost its network")
@@ -108,7 +108,7 @@ class PeerWatcher(threading.Thread):
 
     def _send_to_leader(self, message: dict[str, Any]) -> None:
         if self.me == 0:
-            self._handle(0, message)
+            self._receive_message(0, message)
         else:
             self._channels[0].send(message)
 
@@ -117,7 +117,8 @@ class PeerWatcher(threading.Thread):
             if index != but:
                 channel.send(message)
 
-    def _handle(self, index: int, message: dict[str, Any]) -> None:
+    # Not `_handle`: a thread of Python 3.13 has an attribute of that name.
+    def _receive_message(self, index: int, message: dict[str, Any]) -> None:
         """Handle a message of a process; in process 0 also its own."""
         with self._lock:
             if "done" in message:

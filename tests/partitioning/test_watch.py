@@ -61,7 +61,7 @@ def test_a_process_reports_its_own_error_rather_than_that_of_another(exits, repo
     watching = Watching(2, me=1)
     try:
         message = {"error": "process 0 ended, and the run with it: the file is missing", "code": 2}
-        handling = threading.Thread(target=watching.watcher._handle, args=(0, message))
+        handling = threading.Thread(target=watching.watcher._receive_message, args=(0, message))
         handling.start()
         time.sleep(0.3)
         if reports:
@@ -131,3 +131,9 @@ def test_processes_that_fall_silent_up_to_a_heartbeat_apart_are_named_together(c
         assert "process 3" not in text
     finally:
         watching.close()
+
+
+def test_the_watcher_has_no_method_that_a_thread_of_a_newer_python_overwrites():
+    # Threads assign these attributes to themselves: the last since Python 3.13, where methods of that name are lost.
+    assigned = {*vars(threading.Thread()), "_handle", "_os_thread_handle"}
+    assert not assigned & {name for name in vars(PeerWatcher) if not name.startswith("__")}
