@@ -1,5 +1,7 @@
 """Operations for devices that are not there: on a CPU, kernels run in Pallas's interpreter."""
 
+import inspect
+
 import jax
 
 from t5x.kernels.choice import choose
@@ -32,3 +34,10 @@ class CpuWithRowOffsets(CpuOps):
     """A CPU on which a beam search moves offsets instead of keys and values."""
 
     moves_row_offsets = True
+
+
+def abstract_h200() -> jax.sharding.AbstractDevice:
+    """Return an H200 to lower programs for. JAX 0.10.0 does not ask for the platform."""
+    arguments = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "cuda"}
+    accepted = inspect.signature(jax.sharding.AbstractDevice).parameters
+    return jax.sharding.AbstractDevice(**{name: arguments[name] for name in accepted})

@@ -11,7 +11,7 @@ import pytest
 from t5x.kernels import adafactor
 from t5x.kernels.choice import use
 from t5x.optimizers.adafactor import Adafactor, FactorDim, HParamMap
-from tests.kernels.simulated import nvidia
+from tests.kernels.simulated import abstract_h200, nvidia
 from tests.reference import adafactor_numpy
 
 PARAMETERS = {
@@ -174,7 +174,7 @@ def test_kernels_lower_for_a_gpu_and_pass_nan_on(name):
     else:
         arrays, options = [array(128, 320), array(128, 320), array(128), array(320)], {"row_axis": 0}
     kernel = functools.partial(getattr(adafactor, name), settings=settings, **options)
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    device = abstract_h200()
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(kernel).trace(*arrays, array(2))
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

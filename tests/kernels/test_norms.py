@@ -10,6 +10,7 @@ import pytest
 
 from t5x.kernels import norms
 from t5x.kernels.ops import rms_norm
+from tests.kernels.simulated import abstract_h200
 from tests.support import tiny
 from tests.support.paths import REPO
 from tests.support.programs import run_python
@@ -131,7 +132,7 @@ def test_kernels_lower_for_a_gpu(features):
     scale = jax.ShapeDtypeStruct((features,), jnp.float32)
     norm = functools.partial(norms.branch, dtype=NARROW, epsilon=EPSILON)
     with_gradients = lambda x, scale, *gradients: jax.vjp(norm, x, scale)[1](list(gradients))
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    device = abstract_h200()
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(with_gradients).trace(x, scale, x, x).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text()
