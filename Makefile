@@ -10,13 +10,12 @@ REFERENCE := .venv-reference
 CLOUD := .venv-cloud
 TPU := .venv-tpu
 NEWEST := .venv-newest-jax
-OLDEST := .venv-oldest-jax
 # The newest JAX needs Python 3.12 or 3.13.
 NEWEST_PYTHON ?= $(or $(shell for p in python3.13 python3.12; do $$p -c '' 2>/dev/null && echo $$p && break; done),python3.13)
 QUICK := not slow and not nightly
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all test-nightly test-newest-jax test-oldest-jax chaos slurm fuzz tpu parallel lint clean
+.PHONY: demo test test-all test-nightly test-newest-jax chaos slurm fuzz tpu parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -32,13 +31,10 @@ test-all: lint $(REFERENCE)/.installed
 test-nightly: $(VENV)/.stores $(REFERENCE)/.installed
 	@$(BIN)/python -m pytest -m nightly -n 3 --dist worksteal --durations 25
 
-# The same with the newest JAX that is supported, on a newer Python: make test-newest-jax NEWEST_PYTHON=/path/to/python3.13
+# On Python 3.11, `make test` runs with the oldest JAX that is supported. The same with the newest, on a newer Python:
+# make test-newest-jax NEWEST_PYTHON=/path/to/python3.13
 test-newest-jax: $(NEWEST)/.dev $(REFERENCE)/.installed
 	@$(NEWEST)/bin/python -m pytest -m '$(QUICK)' -n 3 --dist worksteal
-
-# And with the oldest.
-test-oldest-jax: $(OLDEST)/.dev $(REFERENCE)/.installed
-	@$(OLDEST)/bin/python -m pytest -m '$(QUICK)' -n 3 --dist worksteal
 
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev
@@ -69,7 +65,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(REFERENCE) $(CLOUD) $(TPU) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(NEWEST) $(REFERENCE) $(CLOUD) $(TPU) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -97,10 +93,6 @@ $(NEWEST)/.dev: pyproject.toml Makefile
 	  || { echo "error: the newest JAX needs Python 3.12 or 3.13, and $(NEWEST_PYTHON) is not. Name one: make test-newest-jax NEWEST_PYTHON=/path/to/python3.13" >&2; exit 1; }
 	@echo "installing t5x with JAX 0.12 into $(NEWEST) (a few minutes, once)"
 	@$(NEWEST_PYTHON) -m venv $(NEWEST) && $(NEWEST)/bin/python $(PIP) -e '.[dev]' 'jax==0.12.*' && touch $@
-
-$(OLDEST)/.dev: pyproject.toml Makefile $(VENV)/.python
-	@echo "installing t5x with JAX 0.10.0 into $(OLDEST) (a few minutes, once)"
-	@$(BIN)/python -m venv $(OLDEST) && $(OLDEST)/bin/python $(PIP) -e '.[dev]' jax==0.10.0 jaxlib==0.10.0 && touch $@
 
 # t5 asks for far more than its preprocessors need. Without this environment the tests that need it are skipped, and say so.
 # Clients of clouds, which check what `t5x launch` writes (tests/apps/launching; skipped without them: a GB, some minutes).

@@ -78,7 +78,7 @@ def has_compiler(name: str) -> bool:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        fix = "Install a JAX that has it: pip install 'jax>=0.10,<0.13'."
+        fix = "Install a JAX that has it: pip install 'jax>=0.10.2,<0.13'."
         log.warning("%s cannot be imported (%s). %s %s", module, error, _COST[name], fix)
         return False
     return True

@@ -35,20 +35,8 @@ CONFIG = dataclasses.replace(
 )  # fmt: skip
 
 
-def as_bfloat16_has(tree):
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(jnp.bfloat16), jnp.float32), tree)
-
-
-@functools.cache
-def random_params(config):
-    """Return parameters that bfloat16 has, with small queries as T5 begins with."""
-    smaller = lambda path, x: x * config.head_dim**-0.5 if "'query'" in jax.tree_util.keystr(path) else x
-    params = jax.device_get(tiny.random_params(config))
-    return as_bfloat16_has(jax.tree_util.tree_map_with_path(smaller, params))
-
-
 def arrays(*shapes: tuple[int, ...], scale: float = 0.5, seed: int = 0) -> list[jax.Array]:
-    return as_bfloat16_has(tiny.arrays(*shapes, scale=scale, seed=seed))
+    return tiny.as_bfloat16_has(tiny.arrays(*shapes, scale=scale, seed=seed))
 
 
 def random_lengths(rows: int, size: int) -> jax.Array:
@@ -232,7 +220,7 @@ def test_layers(rows: int, inputs: int, targets: int):
 
     plain = dataclasses.replace(CONFIG, attention_backend="xla")
     fast = dataclasses.replace(CONFIG, dtype=NARROW)
-    towers = random_params(CONFIG)
+    towers = tiny.bfloat16_params(CONFIG)
     inputs_of = {"encoder": {"encoded": encoded}, "decoder": {"encoded": encoded, "x": x}}
     for tower, layer in (("encoder", encoder), ("decoder", decoder)):
         parts = {"params": towers[tower]["layers_0"], "table": table, **inputs_of[tower]}
@@ -260,7 +248,7 @@ def models(decode_fn=decoding.beam_search, **changes):
     """The network in bfloat16, the logits in float32, and the parameters of both."""
     config = dataclasses.replace(CONFIG, **changes)
     fast = tiny.model(dataclasses.replace(config, dtype=NARROW), decode_fn=decode_fn)
-    return fast, exact_logits(config), random_params(config)
+    return fast, exact_logits(config), tiny.bfloat16_params(config)
 
 
 SCANNED = {"scan_layers": True, "logits_via_embedding": True}

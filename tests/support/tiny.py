@@ -81,6 +81,18 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
     return random_params_of(of, shapes, seed)
 
 
+@functools.cache
+def bfloat16_params(config: T5Config):
+    """Return parameters that bfloat16 has, with small queries as T5 begins with: softmax is not saturated."""
+    smaller = lambda path, x: x * config.head_dim**-0.5 if "'query'" in jax.tree_util.keystr(path) else x
+    params = jax.device_get(random_params(config))
+    return as_bfloat16_has(jax.tree_util.tree_map_with_path(smaller, params))
+
+
+def as_bfloat16_has(tree):
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(jnp.bfloat16), jnp.float32), tree)
+
+
 def random_state(layout: StateLayout, seed: int = 0, step: int = 0) -> TrainState:
     """Return the state of a run with such parameters and a fresh optimizer."""
     config = layout.model.module.config
