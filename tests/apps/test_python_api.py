@@ -161,6 +161,7 @@ def test_streamed_pieces_are_the_output(model):
     assert len(pieces) > 1
 
 
+@pytest.mark.slow
 def test_a_stream_takes_options_that_need_more_tokens_than_its_first_piece(model):
     for options in ({"min_length": 12}, {"choices": ["a long answer", "another one"]}):
         text = model.generate("hadcggg", max_length=20, **options).text

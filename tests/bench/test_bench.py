@@ -65,6 +65,7 @@ def results(monkeypatch):
     return returned
 
 
+@pytest.mark.slow
 def test_training(bench):
     result = measured(bench("train", *TINY, "--json"))
     check_rates(result, tokens=16)
@@ -150,6 +151,7 @@ def on_a_disk(monkeypatch):
     monkeypatch.setattr(checkpoint, "file_system", lambda directory: "ext4")
 
 
+@pytest.mark.slow
 def test_checkpoints(bench, tmp_path, on_a_disk):
     result = measured(bench("checkpoint", *TINY[:-1], 1, "--directory", tmp_path, "--json"))
     assert list(result) == [
@@ -176,6 +178,7 @@ def test_file_systems_are_distinguished():
     assert checkpoint.file_system("/sys") == "sysfs"
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_save_ends_the_measurement(bench, small_disk, on_a_disk, monkeypatch):
     monkeypatch.setattr(save_errors, "free_bytes", lambda path: 1e12)  # there was room when the save began
     with open(small_disk / "other", "wb") as file:

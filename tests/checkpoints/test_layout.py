@@ -70,6 +70,7 @@ def test_unrolled_to_stacked_and_back(scan_axis, per_layer):
         np.testing.assert_array_equal(back[name].read(), array.read(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_stacked_network_trains_as_the_unrolled_one():
     """The optimizer state means the same in both: one more step gives the same parameters."""
     config = dataclasses.replace(CONFIG, num_encoder_layers=1, num_decoder_layers=2)

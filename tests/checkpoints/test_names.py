@@ -148,6 +148,7 @@ def test_a_mirror_that_is_written_wrongly(monkeypatch, value):
         names.resolve("gs://t5-data/x")
 
 
+@pytest.mark.slow
 def test_the_commands_take_an_id_of_the_hub(mirror, model, tmp_path):
     """`t5x infer` in a process of its own, with the user's settings; then offline."""
     environment = os.environ | {"HF_ENDPOINT": mirror.url, "HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}

@@ -75,6 +75,7 @@ def renamed(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, tmp_path, run_here):
     run = tmp_path / "run"
     arguments = [

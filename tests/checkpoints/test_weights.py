@@ -134,6 +134,7 @@ def test_round_trips_are_bit_exact(tmp_path, capsys):
         np.testing.assert_array_equal(array.read(), last[name].read())
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_hugging_face_directory(run_here, tmp_path):
     """Bytes: a ByT5-like model, which needs no vocabulary file. The layers are stacked on the way in."""
     made = huggingface_models.model("T5 1.1", vocab_size=384)

@@ -70,7 +70,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"t5x {t5x_package.__version__}\n"
 
 
-@pytest.mark.parametrize("program", [["-m", "t5x.train"], ["t5x/train.py"]])
+@pytest.mark.parametrize("program", [["-m", "t5x.train"], pytest.param(["t5x/train.py"], marks=pytest.mark.slow)])
 def test_every_way_to_start_it(program, tmp_path):
     command = [sys.executable, *program, DATES, *SMALL, f"--gin.MODEL_DIR={tmp_path}", "--dry_run"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
@@ -181,6 +181,7 @@ def model_dir(trained, run_here):
     return trained
 
 
+@pytest.mark.slow
 def test_infer_from_the_directory_alone(model_dir, run_here, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("3 March 1997\nle 3 mars 1997\n\n")
     monkeypatch.chdir(tmp_path)

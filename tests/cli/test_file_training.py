@@ -118,6 +118,7 @@ plain.write_down.command = 'x'
 """
 
 
+@pytest.mark.slow
 def test_config_gin_repeats_the_run_without_a_stop(scratch, tmp_path):
     """Stopped and started again, it ended the same. Also with the module that earlier versions named in it."""
     from t5x.runs.train import train as entry

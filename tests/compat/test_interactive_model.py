@@ -76,6 +76,7 @@ def same(a, b) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b)))
 
 
+@pytest.mark.slow
 def test_train_steps_are_the_trainers_and_a_checkpoint_resumes(tmp_path):
     model = make(tmp_path / "a", input_shapes={name: array.shape for name, array in batch_of(EXAMPLES).items()})
     assert model.step == 0 and model.train_summary == {}
@@ -111,6 +112,7 @@ def test_scores_are_the_log_likelihood_under_teacher_forcing(interactive):
     assert [example["targets_pretokenized"] for example, _ in scores[:3]] == ["0", "2", "4"]
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_loaded_model(interactive, tmp_path):
     model = make(tmp_path, model=make_model(decode_fn=greedy_decode))
     model.save_checkpoint()

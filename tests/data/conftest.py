@@ -14,7 +14,6 @@ hypothesis.settings.register_profile("t5x", deadline=None)  # a busy machine is 
 hypothesis.settings.load_profile("t5x")
 
 
-
 @pytest.fixture
 def shared_data():
     if not SHARED.is_dir():

@@ -429,6 +429,7 @@ def test_missing_beam_raises_user_error(lines, monkeypatch):
         write_cache(make_task(lines), runner="DirectRunner")
 
 
+@pytest.mark.slow
 def test_beam_writes_the_same_shards(lines, tmp_path):
     program = Path(__file__).parent / "programs/beam_cache.py"
     command = [reference_python(), program, lines, tmp_path]

@@ -27,6 +27,7 @@ def packed(converter, examples, lengths, trim):
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.nightly
 def test_rows_are_those_of_seqio(name):
     expected = golden.reference("converters", name)
     job = JOBS[name]

@@ -183,6 +183,7 @@ def as_lists(example):
 
 
 @pytest.mark.parametrize("name", map_jobs() if SHARED.is_dir() else [])
+@pytest.mark.nightly
 def test_one_example_after_the_other(reference, name):
     function, arguments, examples = map_jobs()[name]
     if function in (preprocessors.append_eos, preprocessors.append_eos_after_trim):
@@ -192,6 +193,7 @@ def test_one_example_after_the_other(reference, name):
     assert [as_lists(example) for example in made if example is not None] == reference["maps"][name]
 
 
+@pytest.mark.nightly
 def test_lengths_of_pieces_and_targets(reference):
     made = [list(denoising.random_spans_helper(*job)) for job in length_jobs()]
     assert made == reference["lengths"]
@@ -214,6 +216,7 @@ def ours(function, arguments):
 
 
 @pytest.mark.parametrize("name", [name for name, (function, _) in OBJECTIVES.items() if function == "span_corruption"])
+@pytest.mark.nightly
 def test_span_corruption_has_t5s_lengths_and_sentinels(reference, name):
     made, expected = ours(*OBJECTIVES[name]), reference["objectives"][name]
     for feature in ("inputs", "targets"):
@@ -222,6 +225,7 @@ def test_span_corruption_has_t5s_lengths_and_sentinels(reference, name):
         assert sentinels == [[token for token in one[feature] if token >= 32000] for one in expected]
 
 
+@pytest.mark.nightly
 def test_iid_denoising_cuts_where_t5_does(reference):
     made, expected = ours("iid_denoising", {}), reference["objectives"]["iid_denoising"]
 
@@ -231,6 +235,7 @@ def test_iid_denoising_cuts_where_t5_does(reference):
     assert [text(one) for one in made] == [text(one) for one in expected]
 
 
+@pytest.mark.nightly
 def test_prefix_lm_cuts_documents_where_t5_does(reference):
     def text(example):
         return [int(token) for feature in ("inputs", "targets") for token in example[feature]]
@@ -238,6 +243,7 @@ def test_prefix_lm_cuts_documents_where_t5_does(reference):
     assert [text(one) for one in ours("prefix_lm", {})] == [text(one) for one in reference["objectives"]["prefix_lm"]]
 
 
+@pytest.mark.nightly
 def test_prefixes_have_t5s_lengths(reference):
     for (density, lengths, number), expected in zip(PREFIXES, reference["prefixes"], strict=True):
         made = [
@@ -246,6 +252,7 @@ def test_prefixes_have_t5s_lengths(reference):
         assert made == expected
 
 
+@pytest.mark.nightly
 def test_noise_counts(reference):
     density, span, lengths = MASKS["counts"]
     differing = []
@@ -258,6 +265,7 @@ def test_noise_counts(reference):
     assert len(differing) < 15
 
 
+@pytest.mark.nightly
 def test_statistics_of_spans(reference):
     length, density, span, number = MASKS["statistics"]
     masks = [denoising.random_spans_noise_mask(length, generator(seed), density, span) for seed in range(number)]
@@ -272,6 +280,7 @@ def test_statistics_of_spans(reference):
     assert np.abs(difference).max() < 5 * np.sqrt(2 * density * (1 - density) / number)
 
 
+@pytest.mark.nightly
 def test_sentinels_for_any_mask(reference):
     for (tokens, mask), expected in zip(corrupt_jobs(), reference["corrupt"], strict=True):
         made = denoising.corrupt(np.array(tokens), np.array(mask), 32099)

@@ -108,6 +108,7 @@ def test_the_loop_ends_when_every_example_has_ended():
     assert tokens[:, 0, 0].tolist() == [EOS, EOS] and len(counted) == 1
 
 
+@pytest.mark.slow
 def test_prompts_are_forced_and_not_scored():
     batch, vocab, length = 300, 3, 6
     made = Languages.random(2, batch, vocab, length)

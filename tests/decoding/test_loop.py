@@ -69,6 +69,7 @@ def test_results_are_those_of_a_single_loop(way):
     assert len(steps) == LENGTH and steps[0] == rows and steps[-1] == rows // 4
 
 
+@pytest.mark.slow
 def test_third_party_modules_keep_the_whole_batch():
     """They may use the cache differently: here it has a hidden layer axis."""
 

@@ -203,6 +203,7 @@ def test_prompts_and_limits():
 
 
 @pytest.mark.parametrize("options", [{"topk": 2, "temperature": 0.5}, {"topk": 0, "topp": 0.7}])
+@pytest.mark.slow
 def test_results_are_the_same_without_compilation(options):
     made = Languages.random(13, 4, 4, 3)
     compiled = made.decode(temperature_sample, num_decodes=2, **options)

@@ -78,6 +78,7 @@ def test_a_users_network_computes_our_logits_and_loss(config, batch):
     np.testing.assert_allclose(loss, our_loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_users_network_decodes_our_tokens_through_its_own_cache():
     params, batch = random_params(T5_1_1, seed=1), tiny.batch(rows=6, targets=12)
     theirs, ours = (jax.jit(model(T5_1_1).predict_batch)(params, batch) for model in (users_model, tiny.model))

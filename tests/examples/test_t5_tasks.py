@@ -41,6 +41,7 @@ def theirs() -> dict:
 
 
 @pytest.mark.parametrize("name", t5_tasks.names())
+@pytest.mark.nightly
 def test_a_task_is_that_of_t5(theirs, name):
     recipe, expected = t5_tasks._RECIPES[name], theirs[name]
     assert recipe.dataset.partition(":")[0] == expected["dataset"]

@@ -28,6 +28,7 @@ def worker(tmp_path_factory):
 
 @pytest.mark.parametrize(("count", "expected"), COUNTS)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.slow
 def test_hostile_checkpoints_are_loaded_or_refused(worker, format, count, expected):
     outcomes = set()
     for of, seed in cases(count):

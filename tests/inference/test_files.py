@@ -65,6 +65,7 @@ HOW = {"greedy": {}, "a beam": {"beams": 3, "num_return": 2}, "sampling": {"temp
 
 
 @pytest.mark.parametrize("how", mark_slow(list(HOW), slow=["greedy", "a beam"]))
+@pytest.mark.slow
 def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, place, tmp_path):
     one = infer(place, tmp_path / "one.jsonl", batch_size=8, output_ids=True, **HOW[how])
     shards = [
@@ -83,6 +84,7 @@ def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, pla
         assert sum(a["prediction"] != b["prediction"] for a, b in zip(one, other, strict=True)) > COUNT // 2
 
 
+@pytest.mark.slow
 def test_scores_are_those_that_greedy_decoding_had(place, expected, tmp_path):
     # The tokens of a prediction are not always those that its text has: only of those the score can be compared.
     ended = infer(place, tmp_path / "ids.jsonl", batch_size=8, output_ids=True)

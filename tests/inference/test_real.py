@@ -11,6 +11,7 @@ from tests.support.paths import SHARED
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 
+@pytest.mark.slow
 def test_a_real_model_generates_what_transformers_did(tmp_path):
     real_directory(tmp_path / "flan", SHARED)
     model = t5x.load(str(tmp_path / "flan"), vocabulary=str(SHARED / "t5_vocab" / "spiece.model"))

@@ -114,7 +114,7 @@ SCALED = gpu_network.T5Config(**dataclasses.asdict(tiny.T5_1_1), scale_attn_logi
 @pytest.mark.parametrize(
     ("decode", "decodes", "config"),
     [
-        (decoding.beam_search, 2, tiny.T5_1_1),
+        pytest.param(decoding.beam_search, 2, tiny.T5_1_1, marks=pytest.mark.slow),
         pytest.param(decoding.greedy_decode, 1, tiny.T5_1_1, marks=pytest.mark.slow),
         (decoding.greedy_decode, 1, SCALED),
     ],

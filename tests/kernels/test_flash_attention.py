@@ -85,6 +85,7 @@ def check(
 
 
 BOTH = pytest.mark.parametrize("for_tpu", [False, True], ids=["gpu", "tpu"])
+GPU_EVERY_DAY = pytest.mark.parametrize("for_tpu", mark_slow({"gpu": False, "tpu": True}, slow=["tpu"]))
 
 
 def on(for_tpu: bool, blocks: flash.Blocks) -> dict:
@@ -97,21 +98,22 @@ def dtype_here(dtype: str = "bfloat16") -> str:
     return dtype if ON_GPU else "float32"
 
 
-@pytest.mark.parametrize("blocks", [SMALL, pytest.param(OTHER, marks=pytest.mark.slow), FOR_TPU])
+@pytest.mark.parametrize("blocks", [SMALL, *(pytest.param(x, marks=pytest.mark.slow) for x in (OTHER, FOR_TPU))])
 def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     ids = packed(2, 85, 3)
     mask = Mask(key_segments=ids, query_segments=ids)
     check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here(), for_tpu=blocks is FOR_TPU)
 
 
-@BOTH
-@pytest.mark.parametrize("bidirectional", [False, True])
+@GPU_EVERY_DAY
+@pytest.mark.parametrize("bidirectional", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_numbers_of_buckets_and_a_larger_distance(for_tpu, bidirectional):
     mask = Mask(key_segments=packed(2, 330, 1), causal=not bidirectional)
     options = {"bidirectional": bidirectional, "buckets": 64, "max_distance": 256, "dtype": dtype_here()}
     check(330, 330, mask, for_tpu=for_tpu, width=64, **options)
 
 
+@pytest.mark.slow
 def test_packed_rows_on_a_tpu_in_bfloat16_with_the_blocks_that_are_chosen():
     ids = packed(2, 300, 3)
     check(300, 300, Mask(ids, ids), width=64, bidirectional=True, dtype="bfloat16", for_tpu=True)
@@ -122,7 +124,7 @@ def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
     check(70, 70, Mask(key_segments=segments([70, 9], 70), causal=True), bidirectional=False, width=64, dtype=dtype)
 
 
-@BOTH
+@GPU_EVERY_DAY
 def test_cross_attention_with_padding_and_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=segments([53, 20], 53))
     check(37, 53, mask, heads=4, width=20, dtype=dtype_here(), **on(for_tpu, OTHER))
@@ -133,7 +135,7 @@ def test_full_rows_without_any_mask(for_tpu: bool):
     check(96, 96, Mask(), bidirectional=True, dtype=dtype_here(), **on(for_tpu, SMALL))
 
 
-@BOTH
+@GPU_EVERY_DAY
 def test_a_prefix_in_packed_rows_sees_itself(for_tpu: bool):
     ids = packed(2, 80, 2)
     prefix = jnp.array(np.tile(np.arange(80) % 40 < 15, (2, 1)))
@@ -141,7 +143,7 @@ def test_a_prefix_in_packed_rows_sees_itself(for_tpu: bool):
     check(80, 80, mask, bidirectional=False, dtype=dtype_here(), **on(for_tpu, SMALL))
 
 
-@BOTH
+@GPU_EVERY_DAY
 def test_a_window_and_a_softcap_with_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=packed(2, 80, 1), window=13)
     check(80, 80, mask, key_heads=1, bidirectional=True, softcap=0.7, dtype=dtype_here(), **on(for_tpu, OTHER))

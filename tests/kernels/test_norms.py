@@ -113,6 +113,7 @@ for mesh, rules in [(p.mesh, p.rules) for p in (dp, fsdp, tp)] + [(tp.mesh, rule
 """
 
 
+@pytest.mark.slow
 def test_devices_normalize_their_own_rows_and_sum_the_gradient_of_the_scale():
     """With the gate and its dropout, which each device computes for its rows and features.
 

@@ -88,6 +88,7 @@ def test_prepared_attention_is_not_used_for_other_fields():
 @pytest.mark.parametrize(
     "mask", mark_slow({"full rows": Mask(), "padding": Mask(segments([33, 5, 20, 33], 33))}, slow=["padding"])
 )
+@pytest.mark.slow
 def test_a_layer_may_attend_with_some_of_the_rows(mask):
     query, key, value, weights = (x.astype(DTYPE) for x in arrays(*[(4, 33, 2, 16)] * 4))
     some = lambda tree: jax.tree.map(lambda x: x[:2], tree)
@@ -157,6 +158,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("case", mark_slow(list(NETWORKS), slow=NETWORKS.keys() - {"dropout"}))
+@pytest.mark.slow
 def test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference(case):
     changes, enable_dropout = NETWORKS[case]
     config = dataclasses.replace(CONFIG, **changes)
@@ -277,7 +279,7 @@ print(dict(partitioner.mesh.shape))
     [
         ("(4, True, (1, 0)), (4, False, (1,))", "triton"),
         pytest.param("(3, True, (1,)),", "triton", marks=pytest.mark.slow),
-        ("(4, True, (1, 0)), (4, False, (1,))", "tpu"),
+        pytest.param("(4, True, (1, 0)), (4, False, (1,))", "tpu", marks=pytest.mark.slow),
     ],
     ids=["even", "uneven", "tpu"],
 )

@@ -21,6 +21,7 @@ def run_without(*module: str) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_kernels_are_used_on_an_h200():
     result = run_without()
     assert all(result["kernels"].values()) and result["messages"] == []
@@ -37,6 +38,7 @@ def test_everything_runs_without_kernels_after_one_warning(missing):
     assert "0.86 of the speed" in message and "pip install 'jax>=0.10.2,<0.13'" in message
 
 
+@pytest.mark.slow
 def test_attention_on_hopper_falls_back_to_triton():
     result = run_without(f"{PALLAS}.mosaic_gpu")
     assert all(result["kernels"].values())

@@ -63,6 +63,7 @@ class Bag(nn.Module):
         return self.decode(encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, decode=decode)
 
 
+@pytest.mark.slow
 def test_a_third_party_module_trains_predicts_and_scores():
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     model = EncoderDecoderModel(Bag(), vocabulary, vocabulary, Adafactor(), greedy_decode)

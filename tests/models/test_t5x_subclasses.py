@@ -37,6 +37,7 @@ class OwnDecoding(models.EncoderDecoderModel):
         return decodes[:, -1], {"scores": scores[:, -1]}
 
 
+@pytest.mark.slow
 def test_decoding_by_t5x_methods_gives_the_same_results():
     ours = tiny.model(tiny.BYTES, decode_fn=decoding.beam_search)
     theirs = OwnDecoding(ours.module, ours.input_vocabulary, ours.output_vocabulary, None)

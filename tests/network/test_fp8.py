@@ -206,6 +206,7 @@ def test_training_in_fp8_follows_training_without_it():
 
 
 @pytest.mark.parametrize("config", mark_slow({"unrolled": CONFIG, "scanned": SCANNED}, slow=["unrolled"]))
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
     layout, step, state = layout_of(config), stepper(config), initial_state(config)
     for i in range(3):

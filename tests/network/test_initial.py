@@ -42,7 +42,7 @@ def tokens_of(module):
 
 
 @pytest.mark.parametrize(
-    "name", mark_slow(list(MODULES), slow=["1.0", "bias in every layer", "one layer, recomputed", "scanned"])
+    "name", mark_slow(list(MODULES), slow=["1.0", "1.1", "bias in every layer", "one layer, recomputed", "scanned"])
 )
 def test_they_are_those_of_the_module(name):
     module = MODULES[name]

@@ -36,7 +36,7 @@ def loss_and_grads(config):
     ("scan", "remat"),
     mark_slow(
         [(False, "minimal"), (False, "full"), (True, "none"), (True, "minimal"), (True, "full")],
-        slow=[(False, "minimal"), (True, "none"), (True, "full")],
+        slow=[(False, "minimal"), (False, "full"), (True, "none"), (True, "full")],
     ),
 )
 def test_scan_and_remat_change_nothing_but_the_program(scan, remat):

@@ -445,7 +445,8 @@ def test_invalid_patterns_are_rejected():
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_runs_of_the_gin_files(tmp_path, capsys, name):
     """A small network: two steps, and a third after a restart."""
     overrides = [

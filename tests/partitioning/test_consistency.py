@@ -186,6 +186,7 @@ def test_another_configuration_is_refused(tmp_path, command, more, name):
     refused([directory] * 2, command, more, name)
 
 
+@pytest.mark.slow
 def test_other_software_is_refused(tmp_path):
     directories = pair(tmp_path)
     for number, directory in enumerate(directories):

@@ -91,6 +91,7 @@ def work(cache):
     return [json.loads(process.stdout) for process in done]  # and nothing else: gloo writes to standard output
 
 
+@pytest.mark.slow
 def test_programs_between_cpus_are_not_kept(work, cache):
     """XLA reads them back without the order of their collectives, and gloo mixes these up: a second start failed."""
     assert work and not list(cache.iterdir())
@@ -151,7 +152,7 @@ def test_a_killed_coordinator_ends_the_others():
         assert_one_line(process, f"process 0 (host {socket.gethostname()}, pid {leader.pid}) died", "last checkpoint")
 
 
-@pytest.mark.parametrize(("job", "victim"), [("hang", 1), ("hang_first", 0)])
+@pytest.mark.parametrize(("job", "victim"), [("hang", 1), pytest.param("hang_first", 0, marks=pytest.mark.slow)])
 def test_a_stopped_process_ends_the_others(job, victim):
     processes = begin(job, 2)
     (done,) = finish([processes[1 - victim]])

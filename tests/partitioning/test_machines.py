@@ -26,6 +26,7 @@ def all_up(processes):
     wait_for(lambda: all("up\n" in process.output for process in processes), processes)
 
 
+@pytest.mark.slow
 def test_a_machine_that_loses_its_network_ends_the_run(tmp_path):
     with Machines(COUNT, tmp_path) as machines, members(machines, tmp_path) as processes:
         all_up(processes)

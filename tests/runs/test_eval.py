@@ -254,6 +254,7 @@ def test_a_mixture_is_measured_by_task_and_together(model_dir, tmp_path):
     assert tokens["both"] == tokens["first"] + tokens["second"]
 
 
+@pytest.mark.slow
 def test_other_parameters_are_used(model_dir, tmp_path):
     made, asked = [], []
 
@@ -339,6 +340,7 @@ def test_a_file_is_scored_with_a_model_directory_alone(model_dir, pairs_file, tm
     assert "t5x eval --model" in (tmp_path / "out" / "command.txt").read_text()
 
 
+@pytest.mark.slow
 def test_beams_are_used_and_json_is_printed(model_dir, pairs_file, capsys):
     arguments = ["--model", model_dir, "--data", pairs_file, "--inputs", "q", "--targets", "a", "--max_length", 4]
     result = run(capsys, "eval", *arguments, "--metric", "chrf", "--beams", 3, "--json")

@@ -74,6 +74,7 @@ def test_a_changed_prefix_is_refused_and_may_restart_the_data(here):
         assert position(here / "run", steps)["batches"] == steps - 2
 
 
+@pytest.mark.slow
 def test_data_that_was_moved_and_other_settings_change_nothing(here, begun):
     moved = write_jsonl(here / "of_another_name.jsonl", PAIRS)
     train(here / "run", 4, moved, valid=write_jsonl(here / "valid.jsonl", PAIRS[:3]), skip_bad_examples=True,

@@ -71,6 +71,7 @@ def test_writes_t5xs_files(undisturbed):
     assert sorted(losses(run)) == [3, 6, 9, 12]
 
 
+@pytest.mark.slow
 def test_config_gin_reproduces_the_run(undisturbed, run_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = undisturbed / "run" / "config.gin"

@@ -76,6 +76,7 @@ def test_a_verb_and_its_workers_import_what_import_names(hostile, name):
     assert_nothing_ran(hostile)
 
 
+@pytest.mark.slow
 def test_training_and_its_workers_import_what_a_gin_file_names(hostile):
     (hostile / "mine.gin").write_text("import tasks\nimport seqio\ninclude 't5x/examples/demo/dates.gin'\n"
                                       "MIXTURE_OR_TASK_NAME = 'here'\n")  # fmt: skip

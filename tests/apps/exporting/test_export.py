@@ -86,6 +86,7 @@ def exported(*arguments):
     return lines_of(run_reference(HERE / "programs" / "export_both.py", *arguments))
 
 
+@pytest.mark.slow
 def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, directory, model):
     lines = exported(directory, tmp_path)
     assert sum("checked against the original" in line for line in lines) == 2
@@ -148,6 +149,7 @@ def test_tensorflow_without_its_text_package_runs_token_ids(tmp_path, directory,
             assert found["output_ids"] == expected.tolist()
 
 
+@pytest.mark.slow
 def test_transformers_reads_an_export_and_a_wrong_one_is_not_kept(tmp_path, directory, monkeypatch, capsys):
     export(str(directory), str(tmp_path / "good"), "hf", max_length=4)
     assert "4 of 4 outputs equal; score within" in capsys.readouterr().out

@@ -96,6 +96,7 @@ def test_processes_end_with_a_launcher_that_is_killed():
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_save_on_sigterm(run_here, tmp_path):
     model_dir = tmp_path / "run"
     words = (*LAUNCH, "--save_to", str(tmp_path / "saved"), "--", *train(model_dir, 10**6, save_period=20))

@@ -203,6 +203,7 @@ fake_gcloud.kill_workers("run", wipe=False)"""]  # fmt: skip
     subprocess.run(command, check=True)
 
 
+@pytest.mark.slow
 def test_failure_is_restarted_and_a_mistake_is_not(cloud: Cloud):
     again = '[ -e "$FAKE_CLOUD/again-$WORKER" ] && exit 0; touch "$FAKE_CLOUD/again-$WORKER"; exit 75'
     cloud.write("t5x", f"{TRAIN}\n{again}")
@@ -322,6 +323,7 @@ def test_no_gcloud(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
         cloud.launch()
 
 
+@pytest.mark.slow
 def test_missing_capacity_is_retried_until_the_time_limit(cloud: Cloud):
     text = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone.'
     cloud.set(faults={"create": [text, text]})
@@ -336,6 +338,7 @@ SLOW = [pytest.param(verb, marks=pytest.mark.slow) for verb in ("create", "descr
 
 
 @pytest.mark.parametrize("verb", ["ssh", *SLOW])
+@pytest.mark.slow
 def test_hanging_gcloud_is_ended_with_a_message(cloud: Cloud, verb: str, monkeypatch: pytest.MonkeyPatch, capfd):
     real = job.call
 

@@ -95,6 +95,7 @@ def test_attention_weights_take_memory_without_fused_attention(device, backend, 
     assert (memory.saved_bytes(run.config, share, "none") < 4 * weights) == fused
 
 
+@pytest.mark.slow
 def test_a_backend_that_a_cpu_lacks_can_be_planned():
     work = Workload("tiny", 2, 32, 16, dtype="bfloat16", attention="pallas")
     topology = parse_topology("v5e-1")

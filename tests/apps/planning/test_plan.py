@@ -61,6 +61,7 @@ def test_xxl_fits_where_it_is_divided(topology):
         assert one["xla_cpu"]["arguments_gb"] == pytest.approx(state, rel=0.02, abs=0.001), name
 
 
+@pytest.mark.slow
 def test_a_gin_file(tmp_path, run_here, monkeypatch):
     """For one device, as this process has it."""
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):

@@ -30,6 +30,7 @@ def test_batches_are_those_of_the_feature_converter(packed):
         np.testing.assert_array_equal(batch[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 def test_parameters_are_random_and_norms_scale_by_one():
     params = TINY.params()
     jax.tree.map(lambda array, spec: (array.shape, array.dtype) == (spec.shape, spec.dtype) or pytest.fail(),
@@ -39,6 +40,7 @@ def test_parameters_are_random_and_norms_scale_by_one():
     assert abs(float(query.std()) - 0.02) < 0.002 and not np.array_equal(query, key)
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_t5_1_1():
     # Published: 77, 248, 783 and 2,850 million, and 11 billion.
     for size, millions in {"small": 77, "base": 248, "large": 783, "xl": 2850, "xxl": 11135}.items():

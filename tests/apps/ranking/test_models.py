@@ -160,6 +160,7 @@ def test_padding_of_a_list_has_no_gradient():
     np.testing.assert_allclose(grads, [[-p, p, 0], [0, 0, 0]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_never_divide_a_list():
     model = ranker(DROPPING, loss="listwise", loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
     gradients = jax.jit(functools.partial(accumulate_grads_microbatched, model), static_argnums=3)

@@ -22,6 +22,7 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from tests.checkpoints.formats import huggingface_models as models
 from tests.cli.test_file_training import train, write_jsonl
+from tests.support.marks import mark_slow
 
 SIZES = {"num_decoder_layers": 2}  # the cache of transformers 5 needs as many as encoder layers
 BUCKETS = {"relative_attention_num_buckets": 64, "relative_attention_max_distance": 256}
@@ -122,7 +123,7 @@ def texts(rows):
     return [" ".join(WORDS[i] for i in row[:-1]) for row in rows]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(list(CASES), slow=CASES.keys() - {"start 2, pad 3, three EOS, 64 buckets"}))
 def test_computes_as_transformers(transformers, tmp_path, name):
     made = write_case(tmp_path / "hf", name)
     model = t5x.load(str(tmp_path / "hf"), dtype="float32")
@@ -312,6 +313,7 @@ def test_native_checkpoints_log_what_they_cannot_store(transformers, tmp_path, c
     assert "pad_token_id 3; eos_token_id (1, 12, 48)" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_keeps_the_fields(transformers, tmp_path):
     name = "start 2, pad 3, three EOS, 64 buckets"
     write_case(tmp_path / "hf", name)
@@ -334,6 +336,7 @@ def test_a_fine_tuned_model_keeps_the_fields(transformers, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["start 2, pad 3, three EOS, 64 buckets", "forced first token, tied"])
+@pytest.mark.slow
 def test_exported_programs_compute_the_same(transformers, tmp_path, name):
     write_case(tmp_path / "hf", name)
     model = t5x.load(str(tmp_path / "hf"), dtype="float32")

@@ -58,6 +58,7 @@ def vocabulary_of(path, into):
 
 
 @needs_shared
+@pytest.mark.slow
 def test_a_model_that_transformers_saves_round_trips_and_infers(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

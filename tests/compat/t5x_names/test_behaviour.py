@@ -299,6 +299,7 @@ def test_partitioners():
     assert partitioning.default_mesh(1).axis_names == ("data", "model")
 
 
+@pytest.mark.slow
 def test_a_trainer_has_t5x_methods(tmp_path):
     model = tiny.model(tiny.BYTES)
     layout = utils.TrainStateInitializer(

@@ -131,6 +131,7 @@ def test_decode_functions_write_digits(checkpoint):
     assert (decoded[custom_decode.sample_digits][:, 3:] == 0).all()  # the state callback ends it after three steps
 
 
+@pytest.mark.slow
 def test_float_inputs(capsys, tmp_path):
     first, second = in_two_runs(capsys, "float_inputs", tmp_path)
     assert all(moved(first, second).values())
@@ -139,6 +140,7 @@ def test_float_inputs(capsys, tmp_path):
     assert 0 <= record["accuracy"] <= 100
 
 
+@pytest.mark.slow
 def test_prompt_tuning(capsys, tmp_path, checkpoint):
     restored = f"--gin.INITIAL_CHECKPOINT_PATH='{checkpoint}'"
     first, second = in_two_runs(capsys, "prompt_tuning", tmp_path, restored)
@@ -152,6 +154,7 @@ def test_prompt_tuning(capsys, tmp_path, checkpoint):
     }
 
 
+@pytest.mark.slow
 def test_dual_encoder(capsys, tmp_path):
     first, second = in_two_runs(capsys, "dual_encoder", tmp_path)
     assert all(moved(first, second).values())
@@ -161,6 +164,7 @@ def test_dual_encoder(capsys, tmp_path):
     assert -10 <= record["mean_score"] <= 10  # cosines over a temperature of 0.1
 
 
+@pytest.mark.slow
 def test_custom_trainer(capsys, tmp_path, checkpoint):
     first, second = from_checkpoint(capsys, "custom_trainer", tmp_path, checkpoint)
     record = lines(tmp_path, "train", "metrics.jsonl")[-1]
@@ -171,6 +175,7 @@ def test_custom_trainer(capsys, tmp_path, checkpoint):
     np.testing.assert_allclose(record["learning_rate"], 0.01, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_custom_partitioning(capsys, tmp_path):
     first, second = in_two_runs(capsys, "custom_partitioning", tmp_path)
     assert moved(first, second)["adapter_down"]
@@ -190,6 +195,7 @@ def test_inference_only(checkpoint):
     assert all(score < 0 for score in scores.values()) and len(set(scores.values())) > 1
 
 
+@pytest.mark.slow
 def test_a_feature_converter_of_the_real_seqio():
     program = Path(HERE) / "programs" / "seqio_converter.py"
     found = json.loads(programs.reference_answers(program, [], "seqio_converter.json").read_text())

@@ -61,6 +61,7 @@ def state_of(model, batch) -> tuple[utils.TrainStateInitializer, t5x.train_state
     return initializer, tiny.random_state(initializer)
 
 
+@pytest.mark.slow
 def test_towers_of_a_subclass_compute_the_same(batch):
     theirs, ours = (model_of(of(CONFIG), decode_fn=greedy_decode) for of in (OwnTowers, network.Transformer))
     params = tiny.random_params_of(theirs, {name: x.shape for name, x in batch.items()})
