@@ -84,6 +84,7 @@ def test_wrong_calls_get_one_message_with_the_fix(model, call, fix):
         call(model)
 
 
+@pytest.mark.slow
 def test_inputs_may_be_strings_objects_or_lists(model):
     one = model.generate("abc", max_length=4)
     assert model.generate({"inputs": "abc", "id": 7}, max_length=4) == one
@@ -106,6 +107,7 @@ def test_scores_of_tokens_add_up(model):
     assert any(each.tokens[-1] == 1 for _, each in made)
 
 
+@pytest.mark.slow
 def test_an_output_ends_before_a_stop_string(model):
     texts = ["abc", "hadcggg", "b", "aa bb", "gha"]
     whole = max(model.generate(texts, max_length=12, repetition_penalty=1.5), key=lambda made: len(made.text))
@@ -136,6 +138,7 @@ def test_every_eos_of_a_model_ends_an_output_and_is_not_part_of_its_text(model, 
     assert "".join(other.stream("b", max_length=12, no_repeat_ngram=2)) == ended.text
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_seed_and_index_only(model):
     """Not on its row, the number and lengths of the other inputs, or the lengths to which they are padded."""
     ids, *others = map(model.tokenize, ["abc", "", "h" * 30, "gh" * 70, *["bad" * i for i in range(8)]])

@@ -89,6 +89,7 @@ def test_a_table_for_people(bench):
     assert labels(bench("encode", *TINY[:6], "--steps", 2).out) == ["encode", *ROWS]
 
 
+@pytest.mark.slow
 def test_generation_goes_to_the_end(bench, results):
     result = measured(bench("generate", *TINY, "--beams", 2, "--json"))
     check_rates(result, tokens=8)

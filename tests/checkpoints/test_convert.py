@@ -107,7 +107,8 @@ def test_round_trips_are_exact_and_transformers_computes_the_same(tmp_path, fami
     np.testing.assert_array_equal(models.logits(again)[0], models.logits(made)[0])
 
 
-@pytest.mark.parametrize("layers", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
 def test_optimizer_state_arrives_exactly(tmp_path, layers):
     changes = {"per_layer_relative_position_bias": True}
     arrays = training_state(**changes)

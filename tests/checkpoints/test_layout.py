@@ -50,6 +50,7 @@ def names_and_axes(layout: StateLayout):
 
 @pytest.mark.parametrize("scan_axis", [0, 1])
 @pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.slow
 def test_unrolled_to_stacked_and_back(scan_axis, per_layer):
     unrolled = layout_of(dataclasses.replace(CONFIG, per_layer_relative_position_bias=per_layer), beta1=0.9)
     scanned = layout_of(

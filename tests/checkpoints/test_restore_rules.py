@@ -122,6 +122,7 @@ def test_none_leaves_one_layer_of_a_stack_at_its_initial_value():
     np.testing.assert_array_equal(kernel[:, 1], initial(SCANNED)[name.format("encoder")][:, 1])
 
 
+@pytest.mark.slow
 def test_parameter_of_another_shape_is_an_error_unless_excluded():
     name = "target/decoder/logits_dense/kernel"
     other = checkpoint() | {name: np.zeros((12, 99), np.float32)}

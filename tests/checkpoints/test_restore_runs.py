@@ -109,6 +109,7 @@ def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, t
     assert {path.name for path in run.glob("checkpoint_*")} == {f"checkpoint_{best}", "checkpoint_4"}
 
 
+@pytest.mark.slow
 def test_evaluation_takes_native_checkpoints_and_lists_of_them(renamed, tmp_path):
     vocabulary = data.ByteVocabulary()
     task = data.Task(

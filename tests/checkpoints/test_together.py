@@ -139,6 +139,7 @@ def test_a_process_killed_at_any_moment_ends_all_and_leaves_whole_checkpoints_on
     assert names(tmp_path) == {".lock", "checkpoint_1", f"checkpoint_{reached}", f"checkpoint_{reached + 1}"}
 
 
+@pytest.mark.slow
 def test_run_resumes_on_several_processes_with_stacked_or_unrolled_layers(tmp_path, start):
     model = tiny.model(dataclasses.replace(tiny.WIDE, scan_layers=True))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))

@@ -89,6 +89,7 @@ def test_parity_with_hugging_face(family, scan, tmp_path):
 
 
 @needs_data
+@pytest.mark.slow
 def test_the_real_weights_reproduce_what_hugging_face_computed(tmp_path):
     model, params = ours(huggingface_models.real_directory(tmp_path / "titler", SHARED), scan_layers=True)
     cases = json.loads((SHARED / "flan_t5_small_titler" / "expected.json").read_text())["cases"]

@@ -137,6 +137,7 @@ def test_config_gin_repeats_the_run_without_a_stop(scratch, tmp_path):
     assert (tmp_path / "again/command.txt").read_text().splitlines()[1] == "x"
 
 
+@pytest.mark.slow
 def test_fine_tuning_counts_steps_from_its_start_and_brings_the_vocabulary(scratch, files, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO, logger="t5x")
     train(tmp_path / "tuned", 2, bindings=(), model=str(scratch[0]), data=files["data"])

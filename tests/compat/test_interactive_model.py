@@ -99,6 +99,7 @@ def test_train_steps_are_the_trainers_and_a_checkpoint_resumes(tmp_path):
     assert other.step == 1 and other.newest_checkpoint == str(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_scores_are_the_log_likelihood_under_teacher_forcing(interactive):
     scores, aux = interactive.score([*EXAMPLES, *EXAMPLES])  # six examples in two batches of four
     batch = batch_of(EXAMPLES, 3)

@@ -36,6 +36,7 @@ def encoder(params: dict, scale: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("scaled", "factor"), [(False, 1.0), (True, 0.5)])
+@pytest.mark.slow
 def test_logits_are_divided_by_the_root_of_the_head_size(scaled, factor):
     config = dataclasses.replace(CONFIG, scale_attn_logits=scaled)
     module = network.Transformer(config)

@@ -16,6 +16,7 @@ TASKS = REPO / "tests/data/real_tasks.py"
 LENGTHS = {"inputs": 128, "targets": 64}
 
 
+@pytest.mark.slow
 def test_batches_are_full_and_the_same_after_a_restart_with_workers(monkeypatch, registries):
     monkeypatch.setenv("REAL_DATA", str(SHARED))
 

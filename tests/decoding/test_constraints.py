@@ -133,6 +133,7 @@ def test_beam_search_finds_the_most_likely_choices():
         np.testing.assert_allclose(scores[row], [expected[one] for one in best], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_many_text_choices():
     vocabulary = ByteVocabulary()
     rng = np.random.default_rng(0)

@@ -138,6 +138,7 @@ def test_a_callback_that_may_depend_on_the_batch_keeps_it_whole():
         slow=["1-unrolled", "1-scanned", "2-unrolled"],
     ),
 )
+@pytest.mark.slow
 def test_a_network_continues_with_the_remaining_rows(scan, decodes):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=scan)
     params = tiny.random_params(config, seed=4)

@@ -69,6 +69,7 @@ def log_probs_of(tokens, batch=BATCH):
 
 
 @pytest.mark.parametrize("scan", mark_slow({"unrolled": False, "scanned": True}, slow=["scanned"]))
+@pytest.mark.slow
 def test_scores_of_beams_are_those_of_their_sequences(scan):
     """So caches follow their beams, and beams share the encoder's output."""
     tokens, scores = beams(scan)
@@ -108,6 +109,7 @@ def test_the_batch_and_its_padding_change_nothing(decode_fn):
     np.testing.assert_allclose(some_scores[:3], scores[order], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_new_numbers_do_not_recompile():
     for decode_fn, calls in (
         (decoding.beam_search, [{"alpha": 0.0, "eos_id": 1}, {"alpha": 3.0, "eos_id": 1}, {"alpha": 0.0, "eos_id": 7}]),

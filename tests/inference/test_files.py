@@ -15,7 +15,6 @@ from t5x.inference.chunks import Chunks
 from t5x.inference.file_inference import infer_file
 from tests.inference.models import byte_model, texts
 from tests.support import commands
-from tests.support.marks import mark_slow
 from tests.support.programs import run_python
 
 LENGTHS = {"max_length": 6, "max_input_length": 24}
@@ -64,7 +63,7 @@ def test_results_are_in_the_order_of_the_input(place, expected):
 HOW = {"greedy": {}, "a beam": {"beams": 3, "num_return": 2}, "sampling": {"temperature": 1.3, "top_k": 20, "seed": 5}}
 
 
-@pytest.mark.parametrize("how", mark_slow(list(HOW), slow=["greedy", "a beam"]))
+@pytest.mark.parametrize("how", list(HOW))
 @pytest.mark.slow
 def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, place, tmp_path):
     one = infer(place, tmp_path / "one.jsonl", batch_size=8, output_ids=True, **HOW[how])
@@ -247,6 +246,7 @@ def test_a_run_that_was_killed_after_its_last_rename_is_whole(half_done, tmp_pat
     assert not (tmp_path / "tmp-out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
     (tmp_path / "in.txt").write_text("short\n" + "x" * 100_000 + "\n" + "y" * 23 + "\n")
     run = lambda **options: infer_file(
@@ -281,6 +281,7 @@ def test_a_target_that_is_cut_is_scored_without_an_end_and_counted(place, one_mo
         infer_file(*arguments, mode="score", max_input_length=24, long="error", overwrite=True)
 
 
+@pytest.mark.slow
 def test_choices_are_all_that_comes_out(place, tmp_path):
     short = [text for text in texts(COUNT) if len(text) < 8]
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in short))

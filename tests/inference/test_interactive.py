@@ -12,7 +12,6 @@ import pytest
 
 import t5x
 from tests.inference.models import LETTERS
-from tests.support.marks import mark_slow
 from tests.support.programs import start_python
 
 
@@ -50,7 +49,8 @@ def test_one_to_eight_inputs_of_any_length_need_three_programs(tiny_t5, compiled
 WAYS = {"greedy": {}, "beams": {"beams": 3, "num_return": 3}, "beams of Hugging Face": {"num_beams": 2}}
 
 
-@pytest.mark.parametrize("options", mark_slow(WAYS, slow=["beams of Hugging Face"]))
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.slow
 def test_few_inputs_get_what_many_do(tiny_t5, options):
     """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
     model, texts = t5x.load(str(tiny_t5)), random_texts(np.random.default_rng(1), 12)

@@ -152,6 +152,7 @@ def ends_after(count):
     return write
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_another_mode_does_not_interfere(place, model, expected, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(place, model, tmp_path, mode="score", write_fn=ends_after(1))
@@ -260,6 +261,7 @@ def test_scores_with_and_without_intermediates(place, real_model, tmp_path, monk
     assert got[0][1]["decoder"]["target_tokens"][0].shape == (COUNT, 6)
 
 
+@pytest.mark.slow
 def test_predictions_with_aux_and_what_of_the_inputs_is_written(place, real_model, tmp_path):
     model = real_model
     (expected,) = run(place, model, tmp_path / "plain")
@@ -365,6 +367,7 @@ def tf_records(path, texts_of_records):
     return path
 
 
+@pytest.mark.slow
 def test_tfrecord_files_by_gin(place, real_model, tmp_path, capsys):
     file = tf_records(tmp_path / "in.tfrecord", texts(COUNT))
     sizes = {"emb_dim": 16, "num_heads": 3, "head_dim": 2, "mlp_dim": 6, "num_encoder_layers": 1} | {

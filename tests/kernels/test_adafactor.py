@@ -65,6 +65,7 @@ def gradients(step: int) -> dict[str, np.ndarray]:
     ],
     ids=["default", "clipping", "longer rows"],
 )
+@pytest.mark.slow
 def test_ten_steps_are_those_of_float64(calls, options):
     known = {**PARAMETERS, **OTHERS}
     rng = np.random.default_rng(99)

@@ -105,8 +105,9 @@ def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here(), for_tpu=blocks is FOR_TPU)
 
 
+@pytest.mark.slow
 @GPU_EVERY_DAY
-@pytest.mark.parametrize("bidirectional", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 def test_other_numbers_of_buckets_and_a_larger_distance(for_tpu, bidirectional):
     mask = Mask(key_segments=packed(2, 330, 1), causal=not bidirectional)
     options = {"bidirectional": bidirectional, "buckets": 64, "max_distance": 256, "dtype": dtype_here()}

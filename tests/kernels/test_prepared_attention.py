@@ -157,7 +157,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("case", mark_slow(list(NETWORKS), slow=NETWORKS.keys() - {"dropout"}))
+@pytest.mark.parametrize("case", list(NETWORKS))
 @pytest.mark.slow
 def test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference(case):
     changes, enable_dropout = NETWORKS[case]
@@ -189,6 +189,7 @@ def test_inference_prepares_and_computes_the_same_as_the_reference():
     np.testing.assert_allclose(found, wanted, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_decoder_alone_prepares_its_prefix():
     config = TransformerConfig(
         vocab_size=31, emb_dim=12, num_heads=2, head_dim=16, mlp_dim=20, num_layers=1, dropout_rate=0.0, dtype=DTYPE
@@ -221,6 +222,7 @@ def count_primitives(jaxpr) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 def test_layers_do_not_repeat_the_preparation():
     def counts(layers):
         config = dataclasses.replace(CONFIG, num_encoder_layers=layers, num_decoder_layers=layers)

@@ -120,6 +120,7 @@ def test_a_subclassed_network_is_trained_and_scored_with_its_own_logits():
     np.testing.assert_allclose(loss[0], -wanted.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_scores_can_be_differentiated():
     """As preference losses need."""
     model, params, batch = tiny_model()

@@ -160,6 +160,7 @@ def test_every_matmul_of_scanned_and_unrolled_layers_has_a_history():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05), one, other)
 
 
+@pytest.mark.slow
 def test_minimal_rematerialization_keeps_the_results_of_matmuls():
     """Matmuls of a step; besides those of the layers, attention is recomputed."""
 
@@ -244,6 +245,7 @@ def test_evaluation_and_inference_do_not_use_it():
     assert program(model.predict_batch) == program(plain.predict_batch)
 
 
+@pytest.mark.slow
 def test_a_decoder_only_network_trains_in_fp8():
     config = TransformerConfig(
         vocab_size=64, emb_dim=32, num_heads=2, head_dim=16, mlp_dim=32, num_layers=1, matmul_dtype="fp8"

@@ -52,7 +52,8 @@ def test_they_are_those_of_the_module(name):
     jax.tree.map(np.testing.assert_array_equal, made, own)
 
 
-@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [0, 1])
 def test_scanned_layers_start_from_the_same_values(axis):
     scanned = Transformer(dataclasses.replace(WIDE, scan_layers=True, param_scan_axis=axis))
     made, unrolled = (compiled_variables(module)["params"] for module in (scanned, Transformer(WIDE)))

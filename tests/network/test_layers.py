@@ -67,6 +67,7 @@ def test_separate_matmuls_of_a_gpu_are_those_of_a_cpu(dtype):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01 * np.abs(b).max()), found, expected)
 
 
+@pytest.mark.slow
 def test_layers_are_exported_for_any_number_of_rows():
     with jax.default_device(jax.devices("cpu")[0]):
         norm, mlp = layers.RMSNorm(jnp.float32), layers.MLP(48, ("gelu", "linear"), 0.0, jnp.float32)

@@ -198,9 +198,8 @@ def test_gates(rows: int, length: int, activations: tuple[str, ...]):
     check("gate joined before", jax.jit(fast)(x, join_kernels(params)), exactly(plain, x, params))
 
 
-@pytest.mark.parametrize(
-    ("rows", "inputs", "targets"), [(3, 37, 21), pytest.param(9, 151, 131, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "inputs", "targets"), [(3, 37, 21), (9, 151, 131)])
 def test_layers(rows: int, inputs: int, targets: int):
     """One of each tower; its roundings add up, so that all gradients are taken together."""
     x, encoded = arrays((rows, targets, CONFIG.emb_dim), (rows, inputs, CONFIG.emb_dim), scale=1.0)
@@ -314,8 +313,9 @@ def given(inputs: np.ndarray, tokens: jax.Array, beams: int) -> dict[str, jax.Ar
 
 @pytest.mark.parametrize(
     ("beams", "lengths"),
-    mark_slow([(1, (37, 13)), (4, (37, 13)), (4, (48, 16))], slow=[(1, (37, 13)), (4, (37, 13))]),
+    [(1, (37, 13)), (4, (37, 13)), (4, (48, 16))],
 )
+@pytest.mark.slow
 def test_decoding(beams: int, lengths: tuple[int, int]):
     """40 rows that end at different times, the last in a smaller loop: what comes out has that score in float32."""
     fast, logits_of, params = models(decoding.greedy_decode if beams == 1 else decoding.beam_search)

@@ -127,7 +127,8 @@ def test_every_parameter_has_logical_axes():
     assert axes["token_embedder"]["embedding"] == ("vocab", "embed")
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_float16_holds_a_residual_beyond_its_range(scan):
     """As T5's large models have it: what the MLPs add up passes 65504."""
     config = dataclasses.replace(tiny.WIDE, scan_layers=scan)

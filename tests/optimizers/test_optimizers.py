@@ -230,7 +230,8 @@ def test_eight_devices_take_the_same_steps(tmp_path):
             np.testing.assert_allclose(found[f"{name}/{key}"], value, rtol=1e-4, atol=1e-5, err_msg=f"{name}/{key}")
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers(tmp_path, scan):
     """The next step with the restored moments is the same."""
 

@@ -177,6 +177,7 @@ def test_an_error_of_all_is_each_ones_own():
         assert_one_line(process)
 
 
+@pytest.mark.slow
 def test_a_finished_process_waits_for_the_others():
     for process in finish(begin("last", 2)):
         assert (process.returncode, process.stdout) == (75, "finished\n"), process.stderr

@@ -187,6 +187,7 @@ def test_a_missing_process_is_named_in_all_that_have_come():
     assert "1 of 3 processes did not connect: 1." in str(waiting.error)
 
 
+@pytest.mark.slow
 def test_process_0_that_started_later_still_names_the_missing_process():
     """Only it knows which one is missing, so the others wait slightly past their own timeout."""
     waiting = Gathering(timeout=3, count=3, delay=1)

@@ -107,6 +107,7 @@ def WithJson(**arguments):
 # --- From Python ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_modes_take_one_the_newest_or_all(model_dir, tmp_path):
     every = score(model_dir, tmp_path / "all")
     assert list(every) == [0, 1, 2]
@@ -393,6 +394,7 @@ def test_incomplete_options_name_the_missing_one(pairs_file, capsys):
     run(capsys, "eval", "--data", pairs_file).refused("--model")
 
 
+@pytest.mark.slow
 def test_gin_files_with_teacher_forced_metrics(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(data.TaskRegistry._entries, "sums", sums())
     network = "\n".join(

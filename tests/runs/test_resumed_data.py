@@ -66,6 +66,7 @@ def test_an_edited_file_is_refused_until_the_user_decides(here, caplog):
     assert steps_of(here / "run") == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_changed_prefix_is_refused_and_may_restart_the_data(here):
     with pytest.raises(UserError, match="prefix was 'add: ' and is 'sum: '"):
         train(here / "run", 3, here / "train.jsonl", prefix="sum: ")

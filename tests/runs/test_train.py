@@ -140,6 +140,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(undisturbed, run_here):
     run_here(*train(undisturbed / "run", STEPS - 1)).refused("Raise TRAIN_STEPS")
 
 
+@pytest.mark.slow
 def test_an_initial_checkpoint_gives_the_parameters_and_is_logged(undisturbed, run_here, tmp_path):
     options = [
         "--gin.utils.CheckpointConfig.restore=@utils.RestoreCheckpointConfig()",
@@ -166,6 +167,7 @@ def test_two_trainers_on_one_directory(undisturbed):
     assert done.returncode == 2 and str(os.getpid()) in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tmp_path):
     """`t5x train 2>&1 | tee log`: Ctrl-C ends tee too."""
     run = tmp_path / "run"
@@ -179,6 +181,7 @@ def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tm
     assert list(run.glob("checkpoint_*"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_cut_off_is_made_up_for(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed / "run", run)

@@ -67,7 +67,8 @@ def run_in_new_process(module: str, *args: str, cwd: Path) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=programs.environment(), capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("name", [pytest.param("tasks", marks=pytest.mark.slow), "tasks.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tasks", "tasks.py"])
 def test_a_verb_and_its_workers_import_what_import_names(hostile, name):
     args = ["cache", "here", "--import", name, "--output_dir", "caches", "--num_workers", "2"]
     (hostile / "tasks.py").write_text(TASKS.replace("range(20)", "range(20_000)"))  # two shards, one for each worker

@@ -61,6 +61,7 @@ def differ(masks) -> bool:
     return all((one != other).any() for one, other in itertools.combinations(masks, 2))
 
 
+@pytest.mark.slow
 def test_all_places_drop(masks_of_steps):
     for step in masks_of_steps:
         assert set(step) == {tower + place for tower, places in PLACES.items() for place in places}

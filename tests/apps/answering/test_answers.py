@@ -161,6 +161,7 @@ def test_invalid_questions_and_options_raise_user_errors(model, question, contex
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_question(capsys, tiny_t5, model):
     expected = model.answer("ab", "ddcd hha", no_answer="none", **OPTIONS)
     arguments = ("--model", tiny_t5, "--question", "ab", "--context", "ddcd hha", *FLAGS)

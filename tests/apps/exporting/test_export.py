@@ -46,7 +46,8 @@ def model(directory):
     return t5x.load(str(directory), dtype="float32")
 
 
-@pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
 def test_programs_for_any_number_of_rows_compute_what_the_model_does(model, beams):
     exportable = Exportable(model, Decoding(beams=beams), **LENGTHS)
     programs = exportable.programs()

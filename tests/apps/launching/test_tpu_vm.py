@@ -225,6 +225,7 @@ def test_killed_worker_is_restarted(cloud: Cloud):
     assert cloud.get("calls").count("scp") == 2 and cloud.get("calls").count("create") == 1
 
 
+@pytest.mark.slow
 def test_lost_connection_prints_each_line_once(cloud: Cloud, capfd):
     cloud.write("t5x", TRAIN.replace("sleep 0.1", "sleep 0.4"))
     # The fourth connection follows: status, install, start and then the logs.
@@ -236,6 +237,7 @@ def test_lost_connection_prints_each_line_once(cloud: Cloud, capfd):
     assert cloud.get("calls").count("scp") == 1
 
 
+@pytest.mark.slow
 def test_same_command_follows_a_running_one_and_another_is_refused(cloud: Cloud, capfd):
     wait = 'while [ $step = 2 ] && [ ! -e "$FAKE_CLOUD/go" ]; do sleep 0.1; done'
     cloud.write("t5x", f'echo begin >> "$FAKE_CLOUD/begun"\n{TRAIN.replace("sleep 0.1", wait)}')
@@ -279,6 +281,7 @@ def test_processes_that_hold_the_chips(cloud: Cloud):
     assert holder.poll() is None
 
 
+@pytest.mark.slow
 def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
     cloud.set(nodes={"run": "READY"})
     leftover = subprocess.Popen(["sleep", "300"], start_new_session=True)

@@ -22,6 +22,7 @@ def plan(*options, timeout=400):
 @pytest.mark.parametrize(
     "presets", mark_slow({"fsdp": ["fsdp"], "all presets": ["dp", "fsdp", "tp", "2d"]}, slow=["all presets"])
 )
+@pytest.mark.slow
 def test_a_sharded_state_takes_less_memory_and_more_communication(presets):
     options = ("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8", "--scan")
     found = plan(*options, *(("--preset", presets[0]) if len(presets) == 1 else ()))

@@ -140,6 +140,7 @@ def brute_force(batch: dict[str, np.ndarray], template: Template) -> np.ndarray:
 
 
 @pytest.mark.parametrize("template", [MONOT5, Template(irrelevant=None)], ids=["difference", "logit"])
+@pytest.mark.slow
 def test_the_listwise_loss(template):
     batch = lists()
     expected = brute_force(batch, template)

@@ -12,6 +12,7 @@ from tests.support.paths import SHARED
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
 
 
+@pytest.mark.slow
 def test_the_logits_of_true_and_false_differ_as_the_log_probabilities_of_transformers(tmp_path):
     real_directory(tmp_path / "flan", SHARED)
     model = t5x.load(str(tmp_path / "flan"), vocabulary=str(SHARED / "t5_vocab" / "spiece.model"))

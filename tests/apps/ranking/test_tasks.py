@@ -317,6 +317,7 @@ def test_a_label_of_several_pieces(judged):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
+@pytest.mark.slow
 def test_the_judgments_of_trec_deep_learning_2021():
     folder = SHARED / "msmarco_dl"
     found = read_judgments(folder / "judged_dl21.jsonl.gz", candidates=folder / "bm25_top100_dl21.json.gz")

@@ -72,6 +72,7 @@ def run(model_dir, judged, *, total_steps=120, template=TEMPLATE):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_by_the_ranking_of_held_out_queries(tmp_path, judged, caplog):
     caplog.set_level("INFO", logger="t5x")
     step, _ = run(tmp_path / "run", judged)

@@ -238,6 +238,7 @@ def test_every_eos_of_a_model_stops_an_output(service, tmp_path):
 # --- Samples ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_samples_without_a_seed_differ(service):
     choices = service.complete(prompt=["abc"] * 5, max_tokens=16, temperature=2.0)
     assert len({choice["text"] for choice in choices}) > 1

@@ -71,6 +71,7 @@ def test_each_response_equals_that_of_a_lone_request(server: Server):
     assert end - middle < middle - start  # they were computed together
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_the_python_api(server: Server, loaded):
     def choices(**fields):
         return server.post("/v1/completions", **fields).json()["choices"]

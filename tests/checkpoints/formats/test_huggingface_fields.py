@@ -170,6 +170,7 @@ def test_loss_is_that_of_transformers(transformers, tmp_path, name, pack):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_every_field_returns_to_hugging_face(transformers, tmp_path, name):
     made = write_case(tmp_path / "hf", name)
     _, config, generation, _ = CASES[name]

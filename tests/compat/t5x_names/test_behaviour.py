@@ -416,6 +416,7 @@ def test_utils_functions():
 
 
 @pytest.mark.parametrize("config", mark_slow({"tied": tiny.T5_1_0, "untied": tiny.T5_1_1}, slow=["untied"]))
+@pytest.mark.slow
 def test_parts_of_a_network_compute_what_the_network_does(config):
     class Parts(nn.Module):
         def setup(self):

@@ -63,6 +63,7 @@ def test_types_can_annotate():
     assert isinstance(jax.tree.structure({"a": 1}), models.PyTreeDef)
 
 
+@pytest.mark.slow
 def test_tracers_and_temperatures():
     seen = []
     jax.jit(lambda x: seen.append(decoding._is_tracer(x)) or x)(jnp.ones(2))

@@ -110,6 +110,7 @@ def test_custom_decode_function(checkpoint):
     assert records and all(record["prediction"].isdigit() for record in records)
 
 
+@pytest.mark.slow
 def test_decode_functions_write_digits(checkpoint):
     state = checkpoints.load_t5x_checkpoint(checkpoint)
     config = network.T5Config(

@@ -94,7 +94,8 @@ class Lists(models.EncoderDecoderModel):
         return loss, {"loss": t5x.metrics.Sum(loss)}
 
 
-@pytest.mark.parametrize("module", [network.Transformer, pytest.param(OwnTowers, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [network.Transformer, OwnTowers])
 def test_lists_are_folded_into_the_batch(batch, module):
     model = model_of(module(CONFIG), Lists, optimizers.sgd())
     lists = {name: np.repeat(x[:, None], 3, axis=1) for name, x in batch.items()}
@@ -112,6 +113,7 @@ def test_lists_are_folded_into_the_batch(batch, module):
         np.testing.assert_allclose(embedding(one), embedding(two), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_restored_from_a_whole_model(batch, tmp_path):
     _, state = state_of(model_of(network.Transformer(CONFIG)), batch)
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
