@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from t5x._runtime.errors import TemporaryError, UserError, check_at_least
 from t5x._runtime.version import PACKAGE
-from t5x.apps.launching import accelerators, gcloud, job
+from t5x.apps.launching import gcloud, job
 
 _RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run continues until maintenance ends it
 
@@ -120,7 +120,7 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Run the command until it has ended, and return its exit status."""
-    devices = accelerators.parse(args.topology)
+    devices = gcloud.parse_accelerators(args.topology)
     if devices.tpu is None:
         raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use vertex or slurm.")
     check_at_least(0, "--", max_restarts=args.max_restarts)

@@ -6,8 +6,7 @@ import sys
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.apps.launching import accelerators, gcloud, job
-from t5x.apps.launching.accelerators import Accelerators
+from t5x.apps.launching import gcloud, job
 
 
 def add_arguments(parser: Any) -> None:
@@ -23,7 +22,7 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Submit the job, and return 0 once Vertex AI has accepted it."""
-    devices = accelerators.parse(args.topology)
+    devices = gcloud.parse_accelerators(args.topology)
     job.require_shared_output(command)
     name = job.name_of(args, command)
     spec = json.dumps(custom_job_spec(args, command, devices), indent=2) + "\n"
@@ -45,7 +44,7 @@ def create_words(args: Any, name: str, config: str) -> list[str]:
     return [*words, f"--config={config}", *gcloud.flags(options), "--quiet"]
 
 
-def custom_job_spec(args: Any, command: list[str], devices: Accelerators) -> dict[str, Any]:
+def custom_job_spec(args: Any, command: list[str], devices: gcloud.Accelerators) -> dict[str, Any]:
     """Return the CustomJobSpec: one worker pool; two for several machines, because the first one has one replica."""
     container: dict[str, Any] = {
         "imageUri": args.image,
