@@ -117,7 +117,7 @@ def _plan(
     planned: "PlannedRun", topology: Topology, args: argparse.Namespace, steps: int | None
 ) -> tuple[dict[str, Any], str]:
     """Return the plan as JSON and as text."""
-    from t5x.apps.planning import estimates, memory, report
+    from t5x.apps.planning import estimates, report
 
     candidates, skipped = [], {}
     for preset, mesh in estimates.meshes(planned, topology).items():
@@ -131,6 +131,5 @@ def _plan(
     if not candidates:
         reasons = "; ".join(f"{preset}: {why}" for preset, why in skipped.items()) or f"no preset {args.preset}"
         raise UserError(f"No mesh fits {topology.name} and this batch ({reasons}). Change --batch or --topology.")
-    cache = memory.cache_bytes(planned.config, estimates.share_of(planned, topology, candidates[0].mesh))
-    plan = report.as_json(planned, topology, candidates, skipped, cache, steps, args.price)
+    plan = report.as_json(planned, topology, candidates, skipped, steps, args.price)
     return plan, report.as_text(plan, topology)
