@@ -100,7 +100,9 @@ def export(
             loaded = load(model, vocabulary=vocabulary, dtype=dtype or "float32")
             exportable = Exportable(loaded, decoding or Decoding(), max_input_length, max_length)
             if int8:
-                print(_quantize(exportable, sample))
+                before = sample.loss(loaded)
+                exportable.quantize()
+                print(report_loss(before, sample.loss(loaded), len(sample.texts)))
             if format == "stablehlo":
                 differences = stablehlo.write(directory, exportable, platforms)
             else:
@@ -110,10 +112,3 @@ def export(
                 )  # fmt: skip
     print(f"checked against the original: {differences}")
     print(f"wrote {destination} ({format})")
-
-
-def _quantize(exportable: Exportable, sample: Sample) -> str:
-    """Round the weights to int8, and return a line about the change in loss."""
-    before = sample.loss(exportable.loaded)
-    exportable.quantize()
-    return report_loss(before, sample.loss(exportable.loaded), len(sample.texts))

@@ -99,7 +99,12 @@ def write(
     if warmup:
         requests = [{"text_batch": [text] * (rows or 1)} for text in warmup]
         write_warmup_requests(directory, requests, model_name=name, signature_name="serving_default")
-    run = _runner(tf.saved_model.load(directory))
+    saved = tf.saved_model.load(directory)
+
+    def run(signature: str, **inputs: Any) -> dict[str, np.ndarray]:
+        outputs = saved.signatures[signature](**{key: tf.constant(x) for key, x in inputs.items()})
+        return {key: x.numpy() for key, x in outputs.items()}
+
     if token_ids:
         return checking.compare_ids(
             exportable, lambda key, *ids: run(key, **dict(zip(programs[key].inputs, ids, strict=True)))
@@ -281,14 +286,3 @@ def _id_signatures(
         return tf.function(call, autograph=False, input_signature=specs)
 
     return {name: signature(call, programs[name].inputs) for name, call in calls.items()}
-
-
-def _runner(saved: Any) -> Any:
-    """Return a function that runs a signature and returns NumPy arrays."""
-    import tensorflow as tf
-
-    def run(name: str, **inputs: Any) -> dict[str, np.ndarray]:
-        outputs = saved.signatures[name](**{key: tf.constant(x) for key, x in inputs.items()})
-        return {key: x.numpy() for key, x in outputs.items()}
-
-    return run
