@@ -55,7 +55,7 @@ import rounds
 from etils import epath
 
 from benchmarks.bench.checkpoint import drop_from_cache
-from t5x.apps.planning.workload import Workload
+from benchmarks.bench.workload import Workload
 from t5x.checkpoints import CheckpointStore, manifest
 from t5x.partitioning import PjitPartitioner, distributed
 

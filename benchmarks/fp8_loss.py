@@ -18,9 +18,10 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import rounds
 
+from benchmarks.bench.workload import Workload
 from t5x import data
-from t5x.apps.planning.workload import Workload
 from t5x.data import preprocessors
 from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
@@ -33,10 +34,10 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("vocabulary")
     parser.add_argument("--size", default="base")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--steps", type=rounds.positive, default=2000)
+    parser.add_argument("--every", type=rounds.positive, default=100)
+    parser.add_argument("--seeds", type=rounds.positive, default=3)
+    parser.add_argument("--rows", type=rounds.positive, default=16)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenize")
     args = parser.parse_args()
     if args.steps % args.every:

@@ -14,7 +14,7 @@ from t5x.cli.options import add_import, import_modules
 from t5x.cli.parser import VerbParser
 
 _PROGRAM = "python -m benchmarks.bench"
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.apps.planning.workload`, which imports JAX
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `benchmarks.bench.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
 _OPTIONS = {
     "train": (*_MODEL, "inputs", "targets", "dropout", "packed", "matmul", "remat", "microbatches"),
@@ -135,7 +135,7 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from benchmarks.bench import checkpoint, compute
-    from t5x.apps.planning.workload import Workload
+    from benchmarks.bench.workload import Workload
     from t5x.network import default_dtype
 
     own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}

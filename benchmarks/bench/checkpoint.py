@@ -13,8 +13,8 @@ import jax
 
 from benchmarks.bench import measures
 from benchmarks.bench.compute import Steps, describe
+from benchmarks.bench.workload import Workload
 from t5x._runtime.errors import UserError
-from t5x.apps.planning.workload import Workload
 from t5x.checkpoints import CheckpointStore, paths
 from t5x.trainer import StateLayout
 

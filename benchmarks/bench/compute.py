@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.bench import measures
-from t5x.apps.planning.workload import Workload
+from benchmarks.bench.workload import Workload
 from t5x.checkpoints.formats.source import Source
 from t5x.inference.engine import Engine
 from t5x.inference.loaded import LoadedModel

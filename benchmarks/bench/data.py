@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.bench import measures
 from t5x._runtime.errors import UserError
-from t5x.apps.doctor.devices import processor
+from t5x.apps.doctor.checks import processor
 from t5x.data import (
     DatasetConfig,
     EncDecFeatureConverter,

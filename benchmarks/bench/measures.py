@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.apps.doctor.devices import processor
+from t5x.apps.doctor.checks import processor
 from t5x.kernels.ops import Ops
 from t5x.partitioning.devices import available_memory
 from t5x.telemetry.devices import TERA

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks.bench import checkpoint, compute, measures, report
+from benchmarks.bench.workload import Workload
 from t5x._runtime.errors import UserError
-from t5x.apps.planning.workload import Workload
 from t5x.checkpoints import save_errors
 from t5x.cli import main
 from t5x.inference.loaded import LoadedModel

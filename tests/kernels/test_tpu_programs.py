@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from t5x._runtime.errors import UserError
-from t5x.apps.planning.workload import SIZES
+from t5x.apps.planning.estimates import SIZES
 from t5x.kernels.attention_inputs import Mask, RelativeBias
 from t5x.models import EncoderDecoderModel
 from t5x.network.attention import attend

@@ -1,18 +1,15 @@
 """The verb `t5x doctor`: its arguments, the order of the checks, and their output."""
 
 import argparse
-import importlib
 import json
 import textwrap
 from collections.abc import Iterator
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import work_begins
-from t5x.apps.doctor import Finding, error
+from t5x.apps.doctor.checks import TOPICS, Finding, error
 from t5x.cli.options import add_processes
 from t5x.cli.parser import VerbParser
-
-_TOPICS = ("software", "network", "devices", "storage")
 
 
 class NotReady(Exception):
@@ -22,7 +19,7 @@ class NotReady(Exception):
 
 
 def define(parser: VerbParser) -> None:
-    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"{', '.join(_TOPICS)} (default: all)")
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"{', '.join(TOPICS)} (default: all)")
     parser.add_argument(
         "--path", default=".", metavar="DIR", help="where runs are written: a directory, gs://…, s3://…"
     )
@@ -40,11 +37,11 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if unknown := [topic for topic in args.topics if topic not in _TOPICS]:
-        raise UserError(f"`t5x doctor` has no topic {unknown[0]!r}; topics: {', '.join(_TOPICS)}.")
+    if unknown := [topic for topic in args.topics if topic not in TOPICS]:
+        raise UserError(f"`t5x doctor` has no topic {unknown[0]!r}; topics: {', '.join(TOPICS)}.")
     work_begins()
     reported: list[dict[str, str]] = []
-    for topic in args.topics or _TOPICS:
+    for topic in args.topics or TOPICS:
         if not args.json:
             print(topic, flush=True)
         for finding in _findings(topic, args):
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 def _findings(topic: str, args: argparse.Namespace) -> Iterator[Finding]:
     """Run the checks of a topic. A check that raises becomes a finding."""
     try:
-        yield from importlib.import_module(f"t5x.apps.doctor.{topic}").check(args)
+        yield from TOPICS[topic](args)
     except Exception as problem:
         reason = (str(problem).splitlines() or [""])[0]
         yield error(

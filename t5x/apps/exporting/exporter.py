@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from t5x._runtime.errors import UserError, located
 from t5x.apps.exporting import external, saved_model, stablehlo
 from t5x.apps.exporting.checking import Sample, report_loss
-from t5x.apps.exporting.programs import Exportable
+from t5x.apps.exporting.programs import DEFAULT_PLATFORMS, Exportable
 from t5x.files import atomic, locks
 from t5x.files.directory import make_directory
 from t5x.files.remote import is_remote
@@ -60,7 +60,7 @@ def export(
     max_input_length: int = 512,
     max_length: int = 128,
     decoding: Decoding | None = None,
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: Sequence[str] = DEFAULT_PLATFORMS,
     token_ids: bool = False,
     batch_size: int | None = None,
     warmup: Sequence[str] = (),
@@ -100,7 +100,9 @@ def export(
             loaded = load(model, vocabulary=vocabulary, dtype=dtype or "float32")
             exportable = Exportable(loaded, decoding or Decoding(), max_input_length, max_length)
             if int8:
-                print(_quantize(exportable, sample))
+                before = sample.loss(loaded)
+                exportable.quantize()
+                print(report_loss(before, sample.loss(loaded), len(sample.texts)))
             if format == "stablehlo":
                 differences = stablehlo.write(directory, exportable, platforms)
             else:
@@ -110,10 +112,3 @@ def export(
                 )  # fmt: skip
     print(f"checked against the original: {differences}")
     print(f"wrote {destination} ({format})")
-
-
-def _quantize(exportable: Exportable, sample: Sample) -> str:
-    """Round the weights to int8, and return a line about the change in loss."""
-    before = sample.loss(exportable.loaded)
-    exportable.quantize()
-    return report_loss(before, sample.loss(exportable.loaded), len(sample.texts))

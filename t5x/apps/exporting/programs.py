@@ -27,6 +27,7 @@ _LARGEST = 127
 Arrays = Mapping[str, jax.Array]
 GREEDY = Decoding()
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+DEFAULT_PLATFORMS = ("cpu", "cuda", "tpu")
 _STABLEHLO = "1.9.0"  # version of the programs: older than what the TensorFlow of the same year reads
 
 

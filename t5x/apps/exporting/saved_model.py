@@ -12,13 +12,12 @@ from jax.export import is_symbolic_dim
 from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
 from t5x.apps.exporting import checking
-from t5x.apps.exporting.programs import Exportable, ExportFunction
+from t5x.apps.exporting.programs import DEFAULT_PLATFORMS, Exportable, ExportFunction
 from t5x.apps.ranking.reranker import Reranker
 from t5x.data.vocabularies import SentencePieceVocabulary, Vocabulary
 
 WARMUP_FILE = os.path.join("assets.extra", "tf_serving_warmup_requests")
 
-_PLATFORMS = ("cpu", "cuda", "tpu")
 EXTRA = "TensorFlow SavedModels need TensorFlow: `pip install -e '.[tf]'` in the checkout of t5x"
 
 
@@ -85,13 +84,14 @@ def write(
     tf = import_extra("tensorflow", EXTRA)
     ranker = None if token_ids else _ranker(exportable)
     module = tf.Module()
+    programs = exportable.programs()
     module.weights = {key: tf.Variable(x, trainable=False, name=key) for key, x in exportable.arrays.items()}
     calls = {
-        key: tensorflow_function(exportable.export(program, _PLATFORMS, rows), module.weights)
-        for key, program in exportable.programs().items() if key != "encode"
+        key: tensorflow_function(exportable.export(program, DEFAULT_PLATFORMS, rows), module.weights)
+        for key, program in programs.items() if key != "encode"
     }  # fmt: skip
     if token_ids:
-        signatures = _id_signatures(exportable.programs(), calls, rows)
+        signatures = _id_signatures(programs, calls, rows)
     else:
         signatures = _text_signatures(module, exportable, calls, ranker, rows)
     signatures["serving_default"] = signatures["predict"]
@@ -99,10 +99,16 @@ def write(
     if warmup:
         requests = [{"text_batch": [text] * (rows or 1)} for text in warmup]
         write_warmup_requests(directory, requests, model_name=name, signature_name="serving_default")
-    run = _runner(tf.saved_model.load(directory))
+    saved = tf.saved_model.load(directory)
+
+    def run(signature: str, **inputs: Any) -> dict[str, np.ndarray]:
+        outputs = saved.signatures[signature](**{key: tf.constant(x) for key, x in inputs.items()})
+        return {key: x.numpy() for key, x in outputs.items()}
+
     if token_ids:
-        names = {key: program.inputs for key, program in exportable.programs().items()}
-        return checking.compare_ids(exportable, lambda key, *ids: run(key, **dict(zip(names[key], ids, strict=True))))
+        return checking.compare_ids(
+            exportable, lambda key, *ids: run(key, **dict(zip(programs[key].inputs, ids, strict=True)))
+        )
     ranked = None if ranker is None else lambda pairs: [result.score for result in ranker.rank(pairs)]
     return checking.compare_texts(exportable, run, ranked)
 
@@ -280,14 +286,3 @@ def _id_signatures(
         return tf.function(call, autograph=False, input_signature=specs)
 
     return {name: signature(call, programs[name].inputs) for name, call in calls.items()}
-
-
-def _runner(saved: Any) -> Any:
-    """Return a function that runs a signature and returns NumPy arrays."""
-    import tensorflow as tf
-
-    def run(name: str, **inputs: Any) -> dict[str, np.ndarray]:
-        outputs = saved.signatures[name](**{key: tf.constant(x) for key, x in inputs.items()})
-        return {key: x.numpy() for key, x in outputs.items()}
-
-    return run

@@ -1,6 +1,7 @@
 """TensorFlow functions around a model, with T5X's names and parameters: see `export_lib`."""
 
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from t5x._runtime.imports import import_extra
 from t5x.apps.exporting import saved_model
 from t5x.apps.exporting.checking import TEXTS, ExportComparison
 from t5x.apps.exporting.exporter import new_destination
-from t5x.apps.exporting.programs import lower
+from t5x.apps.exporting.programs import DEFAULT_PLATFORMS, lower
 from t5x.checkpoints import tree
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.configuration.ignored_parameters import log_ignored
@@ -51,9 +52,6 @@ class TfFunction:
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs)
-
-
-_PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +117,11 @@ class ExportableModule:
             largest = max_batch_size or (sizes[-1] if sizes else batch_size)
             if largest is None:
                 raise UserError("use_batch_function needs max_batch_size, allowed_batch_sizes or BATCH_SIZE.")
-            batched = tf.nondifferentiable_batch_function(
+            run = tf.nondifferentiable_batch_function(
                 num_batch_threads, largest, batch_timeout_micros, allowed_batch_sizes=sizes or None,
                 max_enqueued_batches=max_enqueued_batches, enable_large_batch_splitting=enable_large_batch_splitting,
                 autograph=False,
-            )  # fmt: skip
-            run = _with_batches(batched, run)
+            )(run)  # fmt: skip
         if use_gpu:
             log.warning("ExportableModule.use_gpu is ignored: TensorFlow places the program where it runs.")
         self._function = tf.function(run, autograph=False, jit_compile=jit_compile or None)
@@ -139,24 +136,6 @@ class ExportableModule:
         self.module.call = self._function
         signature = self._function.get_concrete_function(*input_signature)
         tf.saved_model.save(self.module, directory, {signature_name: signature})
-
-
-def _with_batches(batched: Callable[..., Any], run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return `run` inside a batch function of TensorFlow, which returns lists only."""
-    names: list[str] = []
-
-    def run_list(*inputs: Any) -> list[Any]:
-        outputs = run(*inputs)
-        names[:] = outputs
-        return list(outputs.values())
-
-    call = batched(run_list)
-
-    def run_batched(*inputs: Any) -> dict[str, Any]:
-        outputs = call(*inputs)  # sets the names
-        return dict(zip(names, outputs, strict=True))
-
-    return run_batched
 
 
 def create_preprocessor(
@@ -185,16 +164,18 @@ def create_preprocessor(
     if bucket_keys:
         raise UserError("create_preprocessor.bucket_keys is not supported: lengths are fixed. Remove it.")
     columns, targets_length = task_feature_lengths["inputs"], task_feature_lengths["targets"]
+
+    def without_targets(ids: Any) -> dict[str, Any]:
+        return _model_features(ids, tf.zeros([tf.shape(ids)[0], targets_length], tf.int32))
+
     if tokenized_inputs:
-        spec = tf.TensorSpec([batch_size, columns], tf.int32, input_tensor_name)
-        return lambda ids: _model_features(ids, tf.zeros([tf.shape(ids)[0], targets_length], tf.int32)), [spec]
+        return without_targets, [tf.TensorSpec([batch_size, columns], tf.int32, input_tensor_name)]
     vocabularies = (as_vocabulary(output_features[name].vocabulary) for name in ("inputs", "targets"))
     inputs, targets = map(saved_model.TensorFlowTokenizer, vocabularies)
 
     def preprocess(text_batch: Any) -> dict[str, Any]:
         if split_separator is None:
-            empty = tf.zeros([tf.shape(text_batch)[0], targets_length], tf.int32)
-            return _model_features(inputs.encode(text_batch, columns), empty)
+            return without_targets(inputs.encode(text_batch, columns))
         parts = tf.strings.split(text_batch, split_separator, maxsplit=1).to_tensor("", shape=[None, 2])
         return _model_features(inputs.encode(parts[:, 0], columns), targets.encode(parts[:, 1], targets_length))
 
@@ -230,7 +211,8 @@ def create_preprocessor_from_task(
     task = seqio.get_mixture_or_task(task_name)
     if not isinstance(task, seqio.Task):
         raise UserError(f"{task_name} is a mixture: an export has the preprocessors of one task.")
-    fields = {name: tf.io.FixedLenFeature([], tf.string, "") for name in ("inputs", "targets")}
+    lengths = {name: task_feature_lengths[name] for name in ("inputs", "targets")}
+    fields = dict.fromkeys(lengths, tf.io.FixedLenFeature([], tf.string, ""))
 
     def preprocess(text_batch: Any) -> dict[str, Any]:
         data = tf.data.Dataset.from_tensor_slices(text_batch)
@@ -241,14 +223,9 @@ def create_preprocessor_from_task(
         if run_precache:
             data = task.preprocess_precache(data, seed=0)
         data = task.preprocess_postcache(data, sequence_length=task_feature_lengths, seed=0)
-        data = data.map(lambda example: {
-            name: tf.cast(example[name][: task_feature_lengths[name]], tf.int32) for name in ("inputs", "targets")
-        })  # fmt: skip
-        data = data.padded_batch(
-            tf.shape(text_batch, tf.int64)[0], {name: [task_feature_lengths[name]] for name in ("inputs", "targets")}
-        )
-        features = data.get_single_element()
-        return _model_features(features["inputs"], features["targets"])
+        data = data.map(lambda example: {name: tf.cast(example[name][:n], tf.int32) for name, n in lengths.items()})
+        data = data.padded_batch(tf.shape(text_batch, tf.int64)[0], {name: [n] for name, n in lengths.items()})
+        return _model_features(**data.get_single_element())
 
     examples = [_serialized(text) for text in TEXTS] if serialized_examples else None
     return TfFunction(preprocess, examples=examples), [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
@@ -352,19 +329,13 @@ def create_inference_function(
 
     if not enable_jax2tf:
         return run
-    platforms = tuple(native_lowering_platforms or _PLATFORMS)
+    platforms = native_lowering_platforms or DEFAULT_PLATFORMS
 
     def run_in_tensorflow(variables: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype.as_numpy_dtype) for name, x in variables.items()}
-        shapes = polymorphic_shapes_inputs or {name: "b, ..." for name in batch}
-        scope = export.SymbolicScope()
-        ids = {
-            name: jax.ShapeDtypeStruct(
-                export.symbolic_shape(shapes[name], scope=scope, like=[n or 1 for n in x.shape]), jnp.int32
-            )
-            for name, x in batch.items()
-        }
-        exported = lower(run, arrays, ids, platforms=platforms)
+        ids = {name: jax.ShapeDtypeStruct([n or 1 for n in x.shape], jnp.int32) for name, x in batch.items()}
+        specs = export.symbolic_args_specs(ids, polymorphic_shapes_inputs or "b, ...")
+        exported = lower(run, arrays, specs, platforms=platforms)
         return saved_model.tensorflow_function(exported, variables)(*(batch[name] for name in sorted(batch)))
 
     return run_in_tensorflow
@@ -438,9 +409,8 @@ def write_warmup_examples(
       decoder_params_spec, request_to_prediction_log, input_tensor_dtype: part of T5X's signature; unused.
     """
     del decoder_params_spec, request_to_prediction_log, input_tensor_dtype
-    examples = list(generate_examples_fn() if generate_examples_fn is not None else text_batch)
-    sizes = [size or 1 for size in batch_sizes]
-    requests = [{input_tensor_name: [examples[i % len(examples)] for i in range(size)]} for size in sizes]
+    examples = text_batch if generate_examples_fn is None else generate_examples_fn()
+    requests = [{input_tensor_name: _repeated(examples, size or 1)} for size in batch_sizes]
     saved_model.write_warmup_requests(output_dir, requests, model_name=model_name, signature_name=signature_name)
 
 
@@ -557,7 +527,11 @@ def _examples(signature: Any, examples: Sequence[Any] | None, rows: int | None) 
     if examples is None and signature.dtype != "string":
         return np.ones([rows or 3, *signature.shape[1:]], np.int32)
     examples = TEXTS if examples is None else examples
-    return [examples[i % len(examples)] for i in range(rows or len(examples))]
+    return _repeated(examples, rows or len(examples))
+
+
+def _repeated(examples: Sequence[Any], rows: int) -> list[Any]:
+    return list(itertools.islice(itertools.cycle(examples), rows))
 
 
 def _check(
@@ -568,16 +542,12 @@ def _check(
 
     preprocess, in_jax, postprocess = functions
     batch = {name: x.numpy() for name, x in preprocess(tf.constant(examples)).items()}
-    jax_outputs = jax.tree.map(lambda x: tf.constant(np.asarray(x)), jax.jit(in_jax)(arrays, batch))
-    expected = postprocess(jax_outputs)
+    expected = postprocess(jax.tree.map(tf.constant, jax.device_get(jax.jit(in_jax)(arrays, batch))))
     signature = tf.saved_model.load(directory).signatures[signature_name]
     (name,) = signature.structured_input_signature[1]
     outputs = signature(**{name: tf.constant(examples)})
     comparison = ExportComparison(jnp.dtype(model.module.config.dtype).name)
     for name, value in expected.items():
-        original, exported = value.numpy(), outputs[name].numpy()
-        if np.issubdtype(original.dtype, np.floating):
-            comparison.numbers(name, original, exported)
-        else:
-            comparison.outputs(name, original.tolist(), exported.tolist())
+        compare = comparison.numbers if value.dtype.is_floating else comparison.outputs
+        compare(name, value.numpy().tolist(), outputs[name].numpy().tolist())
     return str(comparison)

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from t5x._runtime.errors import TemporaryError, UserError, check_at_least
 from t5x._runtime.version import PACKAGE
-from t5x.apps.launching import accelerators, gcloud, job
+from t5x.apps.launching import gcloud, job
 
 _RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run continues until maintenance ends it
 
@@ -120,7 +120,7 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Run the command until it has ended, and return its exit status."""
-    devices = accelerators.parse(args.topology)
+    devices = gcloud.parse_accelerators(args.topology)
     if devices.tpu is None:
         raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use vertex or slurm.")
     check_at_least(0, "--", max_restarts=args.max_restarts)
@@ -180,7 +180,6 @@ class _NodeRun:
         self._id = hashlib.sha256(line.encode()).hexdigest()[:12]
         self._install = _fill(_INSTALL, requirement=shlex.quote(requirement))
         self._start = _fill(_START, id=self._id, command=line)
-        self._seconds = 60 * args.stuck_minutes
         self.delete_line = shlex.join(node.delete_words())
 
     def save(self) -> Path:
@@ -230,10 +229,10 @@ class _NodeRun:
 
     def _begin(self) -> None:
         _report(f"installing t5x on {self._node.name}")
-        gcloud.call(self._node.copy_words(str(self._archive), "t5x-launch.tar.gz"), self._seconds)
-        gcloud.call(self._node.ssh_words(self._install), self._seconds)
+        gcloud.call(self._node.copy_words(str(self._archive), "t5x-launch.tar.gz"), self._node.stuck_seconds)
+        gcloud.call(self._node.ssh_words(self._install), self._node.stuck_seconds)
         try:
-            gcloud.call(self._node.ssh_words(self._start), self._seconds)
+            gcloud.call(self._node.ssh_words(self._start), self._node.stuck_seconds)
         except UserError as error:
             if held := re.search(r"t5x-held (\S+) (\d+) (.*)", str(error)):
                 worker, pid, line = held.groups()
@@ -274,7 +273,7 @@ class _NodeRun:
                 outcome = self._outcome()
                 reached = time.monotonic()
             except TemporaryError as error:
-                if time.monotonic() - reached > self._seconds:
+                if time.monotonic() - reached > self._node.stuck_seconds:
                     raise
                 outcome = None
                 _report(str(error))

@@ -6,8 +6,7 @@ import sys
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.apps.launching import accelerators, gcloud, job
-from t5x.apps.launching.accelerators import Accelerators
+from t5x.apps.launching import gcloud, job
 
 
 def add_arguments(parser: Any) -> None:
@@ -23,29 +22,25 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Submit the job, and return 0 once Vertex AI has accepted it."""
-    devices = accelerators.parse(args.topology)
+    devices = gcloud.parse_accelerators(args.topology)
     job.require_shared_output(command)
-    name = job.name_of(args, command)
     spec = json.dumps(custom_job_spec(args, command, devices), indent=2) + "\n"
     directory = job.save(args, command, {"custom_job.json": spec})
-    words = create_words(args, name, str(directory / "custom_job.json"))
+    location = gcloud.flags({"region": args.region, "project": args.project})
+    words = [
+        "gcloud", "ai", "custom-jobs", "create", f"--display-name={job.name_of(args, command)}", *location,
+        *gcloud.flags({"service-account": args.service_account, "network": args.network}),
+        f"--config={directory / 'custom_job.json'}", "--quiet",
+    ]  # fmt: skip
     print(f"# {job.join_words(words)}", flush=True)
     if args.dry_run:
         return 0
     print(gcloud.call(words), end="", flush=True)
-    location = " ".join(gcloud.flags({"region": args.region, "project": args.project}))
-    print(f"launch: to follow it: gcloud ai custom-jobs stream-logs JOB {location}", file=sys.stderr)
+    print(f"launch: to follow it: gcloud ai custom-jobs stream-logs JOB {' '.join(location)}", file=sys.stderr)
     return 0
 
 
-def create_words(args: Any, name: str, config: str) -> list[str]:
-    """Return the command that submits the job."""
-    words = ["gcloud", "ai", "custom-jobs", "create", f"--display-name={name}", f"--region={args.region}"]
-    options = {"project": args.project, "service-account": args.service_account, "network": args.network}
-    return [*words, f"--config={config}", *gcloud.flags(options), "--quiet"]
-
-
-def custom_job_spec(args: Any, command: list[str], devices: Accelerators) -> dict[str, Any]:
+def custom_job_spec(args: Any, command: list[str], devices: gcloud.Accelerators) -> dict[str, Any]:
     """Return the CustomJobSpec: one worker pool; two for several machines, because the first one has one replica."""
     container: dict[str, Any] = {
         "imageUri": args.image,

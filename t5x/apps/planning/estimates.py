@@ -12,9 +12,11 @@ from t5x._runtime.errors import UserError
 from t5x.apps.planning import memory
 from t5x.apps.planning.memory import Share
 from t5x.apps.planning.program import CompiledStep, compile_step
-from t5x.models import BaseTransformerModel
-from t5x.network import flops, is_ours
+from t5x.data import PassThroughVocabulary
+from t5x.models import BaseTransformerModel, EncoderDecoderModel
+from t5x.network import T5Config, Transformer, flops, is_ours
 from t5x.network.config import REMAT_POLICIES
+from t5x.optimizers.adafactor import Adafactor
 from t5x.partitioning import PjitPartitioner, rules
 from t5x.telemetry.devices import TERA, Topology
 from t5x.trainer.abstract_run import abstract_trainer
@@ -33,6 +35,32 @@ ASSUMPTIONS = f"""\
 matmuls reach {MATMUL:.0%} of the bfloat16 peak, attention scores {ATTENTION:.0%}, memory {BANDWIDTH:.0%} and links \
 {LINK:.0%} of their bandwidth; communication does not overlap with computation; GPUs in several machines have \
 400 Gbit/s each; the data pipeline keeps up"""
+
+
+def _t5_1_1(
+    emb_dim: int, num_heads: int, mlp_dim: int, layers: int, head_dim: int = 64, vocab_size: int = 32128
+) -> T5Config:
+    return T5Config(
+        vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim, mlp_dim=mlp_dim,
+        num_encoder_layers=layers, num_decoder_layers=layers, mlp_activations=("gelu", "linear"), dropout_rate=0.0,
+        logits_via_embedding=False,
+    )  # fmt: skip
+
+
+SIZES = {
+    "tiny": _t5_1_1(64, 4, 128, 2, head_dim=16, vocab_size=512),
+    "small": _t5_1_1(512, 6, 1024, 8),
+    "base": _t5_1_1(768, 12, 2048, 12),
+    "large": _t5_1_1(1024, 16, 2816, 24),
+    "xl": _t5_1_1(2048, 32, 5120, 24),
+    "xxl": _t5_1_1(4096, 64, 10240, 24),
+}
+
+
+def t5_1_1(config: T5Config) -> EncoderDecoderModel:
+    """Return a model that is trained with Adafactor; its vocabulary has no EOS token, so nothing ends early."""
+    vocabulary = PassThroughVocabulary(config.vocab_size, eos_id=-1)
+    return EncoderDecoderModel(Transformer(config), vocabulary, vocabulary, Adafactor())
 
 
 @dataclasses.dataclass(frozen=True)

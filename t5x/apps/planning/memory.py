@@ -61,12 +61,9 @@ def working_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -
 
 def cache_bytes(cfg: T5Config | TransformerConfig, share: Share) -> int:
     """Return the bytes of the keys and values that decoding `targets` tokens per row keeps."""
-    width, item = share.divided(cfg.num_heads) * cfg.head_dim, jnp.dtype(cfg.dtype).itemsize
-    if isinstance(cfg, T5Config):
-        positions = cfg.num_decoder_layers * (share.targets + share.inputs)
-    else:
-        positions = cfg.num_layers * share.targets
-    return 2 * positions * share.rows * width * item
+    *_, decoder = _towers(cfg, share)
+    positions = decoder.layers * (decoder.length + decoder.source)
+    return 2 * positions * share.rows * decoder.width * decoder.item
 
 
 def _towers(cfg: T5Config | TransformerConfig, share: Share) -> Iterator["_Tower"]:
@@ -94,16 +91,16 @@ class _Tower:
 
     def layer_bytes(self, remat: str) -> int:
         """Return the bytes that a layer keeps. The test compares scanned layers with the residuals that JAX saves."""
-        cfg, item = self.cfg, self._item
+        cfg, item = self.cfg, self.item
         blocks = 3 if self.source else 2  # attention, MLP: each with a norm before and a residual after it
         if remat == "full":
             return self._token_bytes(cfg.emb_dim, item)
-        cross_keys = 2 * self.share.rows * self.source * self._width * item
+        cross_keys = 2 * self.share.rows * self.source * self.width * item
         if remat == "minimal":  # the layer's input and the results of its projections, but the last
-            heads = (4 if self.source else 3) * self._width
+            heads = (4 if self.source else 3) * self.width
             mlp = len(cfg.mlp_activations) * self._mlp
             return self._token_bytes(blocks * cfg.emb_dim + heads + mlp, item) + cross_keys
-        heads = (6 if self.source else 4) * self._width  # queries, keys, values, results; queries and results
+        heads = (6 if self.source else 4) * self.width  # queries, keys, values, results; queries and results
         # The input and output of each norm: kernels need nothing else, and XLA recomputes the rest in unrolled layers.
         if self.share.fused_layers or not cfg.scan_layers:
             return (
@@ -121,15 +118,15 @@ class _Tower:
         """Return the bytes of temporaries while a layer's gradients are computed."""
         unrolled = dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, scan_layers=False))
         again = 0 if remat == "none" else unrolled.layer_bytes("none")
-        gradients = self._token_bytes(2 * self.cfg.emb_dim + 3 * self._mlp, self._item)
+        gradients = self._token_bytes(2 * self.cfg.emb_dim + 3 * self._mlp, self.item)
         return again + gradients + self._score_bytes()
 
     @property
-    def _item(self) -> int:
+    def item(self) -> int:
         return jnp.dtype(self.cfg.dtype).itemsize
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
         return self.share.divided(self.cfg.num_heads) * self.cfg.head_dim
 
     @property
@@ -144,4 +141,4 @@ class _Tower:
         queries = self.share.rows * self.share.divided(self.cfg.num_heads) * self.length
         if self.share.fused_attention:
             return 4 * queries * (2 if self.source else 1)
-        return (4 + self._item) * queries * (self.length + self.source)
+        return (4 + self.item) * queries * (self.length + self.source)

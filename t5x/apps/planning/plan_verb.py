@@ -1,6 +1,7 @@
 """The verb `t5x plan`: its arguments, and the start of JAX with virtual devices."""
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -16,8 +17,9 @@ from t5x.telemetry.devices import Topology, parse_topology
 if TYPE_CHECKING:
     from t5x.apps.planning.estimates import PlannedRun
 
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.apps.planning.workload`, which imports JAX
-_SIZE_OPTIONS = ("batch", "inputs", "targets", "dtype", "remat", "microbatches", "scan")
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `estimates`, which imports JAX
+_NUMBERS = ("batch", "inputs", "targets", "microbatches")
+_SIZE_OPTIONS = (*_NUMBERS, "dtype", "remat", "scan")
 
 
 def define(parser: VerbParser) -> None:
@@ -54,8 +56,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("`t5x plan` needs either --size or gin files, as `t5x train` takes them.")
     if uses_gin and (unused := given_options(args, _SIZE_OPTIONS)):
         raise UserError(f"--{next(iter(unused))} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
-    names = ("batch", "inputs", "targets", "microbatches", "steps")
-    check_at_least(1, "--", **{name: getattr(args, name) for name in names})
+    check_at_least(1, "--", **{name: getattr(args, name) for name in (*_NUMBERS, "steps")})
     _start_jax(topology.devices)
     work_begins()
     planned, steps = _read_gin(args) if uses_gin else (_build_run(args), args.steps)
@@ -76,12 +77,12 @@ def _start_jax(devices: int) -> None:
 
 
 def _build_run(args: argparse.Namespace) -> "PlannedRun":
-    from t5x.apps.planning.estimates import PlannedRun
-    from t5x.apps.planning.workload import Workload
+    from t5x.apps.planning.estimates import SIZES, PlannedRun, t5_1_1
 
-    defaults: dict[str, Any] = {"batch": 128, "dtype": "bfloat16"}
-    work = Workload(args.size, **defaults | given_options(args, _SIZE_OPTIONS))
-    return PlannedRun(work.model, work.batch, work.inputs, work.targets, work.microbatches)
+    config = dataclasses.replace(
+        SIZES[args.size], dtype=args.dtype or "bfloat16", remat_policy=args.remat or "none", scan_layers=bool(args.scan)
+    )
+    return PlannedRun(t5_1_1(config), **{"batch": 128, "inputs": 512, "targets": 128} | given_options(args, _NUMBERS))
 
 
 def _read_gin(args: argparse.Namespace) -> tuple["PlannedRun", int | None]:
@@ -116,7 +117,7 @@ def _plan(
     planned: "PlannedRun", topology: Topology, args: argparse.Namespace, steps: int | None
 ) -> tuple[dict[str, Any], str]:
     """Return the plan as JSON and as text."""
-    from t5x.apps.planning import estimates, memory, report
+    from t5x.apps.planning import estimates, report
 
     candidates, skipped = [], {}
     for preset, mesh in estimates.meshes(planned, topology).items():
@@ -130,6 +131,5 @@ def _plan(
     if not candidates:
         reasons = "; ".join(f"{preset}: {why}" for preset, why in skipped.items()) or f"no preset {args.preset}"
         raise UserError(f"No mesh fits {topology.name} and this batch ({reasons}). Change --batch or --topology.")
-    cache = memory.cache_bytes(planned.config, estimates.share_of(planned, topology, candidates[0].mesh))
-    plan = report.as_json(planned, topology, candidates, skipped, cache, steps, args.price)
+    plan = report.as_json(planned, topology, candidates, skipped, steps, args.price)
     return plan, report.as_text(plan, topology)

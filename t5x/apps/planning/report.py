@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from t5x.apps.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, PlannedRun, layout_of
+from t5x.apps.planning import memory
+from t5x.apps.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, PlannedRun, layout_of, share_of
 from t5x.network.config import REMAT_POLICIES
 from t5x.telemetry.devices import Topology
 
@@ -40,7 +41,6 @@ def as_json(
     topology: Topology,
     estimates: list[Estimate],
     skipped: dict[str, str],
-    cache: float,
     steps: int | None,
     price: float | None,
 ) -> dict[str, Any]:
@@ -49,7 +49,6 @@ def as_json(
     Args:
       estimates: an estimate for each preset.
       skipped: {preset: why it cannot be used}.
-      cache: bytes per device of decoded rows' keys and values.
       steps: of the whole run, for its time.
       price: of one device for one hour.
     """
@@ -57,6 +56,7 @@ def as_json(
     shown = chosen or min(estimates, key=lambda estimate: estimate.peak("full"))
     remat = remat if chosen else "full"
     seconds = shown.seconds(remat)
+    cache = memory.cache_bytes(run.config, share_of(run, topology, shown.mesh))
     plan: dict[str, Any] = {
         "topology": topology.name, "device": topology.kind, "devices": topology.devices,
         "memory_gb": topology.chip.memory, "parameters": layout_of(run, "dp", 1).num_params,

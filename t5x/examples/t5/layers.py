@@ -56,6 +56,12 @@ def laid_out(x: jax.Array, *axes: str | None) -> jax.Array:
     return constrain(x, *axes) if x.ndim == len(axes) else x
 
 
+def _parameter(
+    module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str, ...] | None
+) -> jax.Array:
+    return param_with_axes(name, init, shape, jnp.float32, axes=axes, module=module)
+
+
 class DenseGeneral(nn.Module):
     """A linear map without bias over one or several axes, to one or several new ones.
 
@@ -83,14 +89,8 @@ class DenseGeneral(nn.Module):
             raise ValueError(
                 f"kernel_axes={tuple(self.kernel_axes)}: the stored kernel has two axes, inputs and features"
             )
-        kernel = param_with_axes(
-            "kernel",
-            _of_two_axes(self.kernel_init),
-            (int(np.prod(sizes)), int(np.prod(features))),
-            jnp.float32,
-            axes=tuple(self.kernel_axes) or None,
-            module=self,
-        )
+        shape = (int(np.prod(sizes)), int(np.prod(features)))
+        kernel = _parameter(self, "kernel", _of_two_axes(self.kernel_init), shape, tuple(self.kernel_axes) or None)
         kernel = kernel.astype(self.dtype).reshape(sizes + features)
         return jnp.tensordot(jnp.asarray(inputs, self.dtype), kernel, axes=(axes, tuple(range(len(axes)))))
 
@@ -119,7 +119,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = param_with_axes("scale", self.scale_init, (x.shape[-1],), jnp.float32, axes=("embed",), module=self)
+        scale = _parameter(self, "scale", self.scale_init, (x.shape[-1],), ("embed",))
         return rms_norm(jnp.asarray(x), scale, self.dtype, self.epsilon)
 
 
@@ -143,9 +143,7 @@ class Embed(nn.Module):
 
     def setup(self):
         shape = (self.num_embeddings, self.features)
-        self.embedding = param_with_axes(
-            "embedding", self.embedding_init, shape, jnp.float32, axes=("vocab", "embed"), module=self
-        )
+        self.embedding = _parameter(self, "embedding", self.embedding_init, shape, ("vocab", "embed"))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Look up ids, integers [batch, length] -> [batch, length, features]."""
@@ -238,14 +236,8 @@ class RelativePositionBiases(nn.Module):
             if bias.shape != shape:
                 raise ValueError(f"the cached bias has the shape {bias.shape}, not {shape}: start with a new cache")
             return bias
-        table = param_with_axes(
-            "rel_embedding",
-            self.embedding_init,
-            (self.num_heads, self.num_buckets),
-            jnp.float32,
-            axes=("heads", "relpos_buckets"),
-            module=self,
-        )
+        sizes = (self.num_heads, self.num_buckets)
+        table = _parameter(self, "rel_embedding", self.embedding_init, sizes, ("heads", "relpos_buckets"))
         compact = RelativeBias(table, bidirectional, self.max_distance)
         bias = ops().bias_matrix(compact, qlen, klen)[None].astype(self.dtype)
         return self.variable("cache", "cached_bias", lambda: bias).value if decode else bias
@@ -415,13 +407,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
 def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
     """Return 1 where all masks are set; None stands for no mask."""
-    present = _of_one_rank(masks)
-    if not present:
-        return None
-    combined = present[0]
-    for mask in present[1:]:
-        combined = jnp.logical_and(combined, mask)
-    return combined.astype(dtype)
+    return nn.combine_masks(*_of_one_rank(masks), dtype=dtype)
 
 
 def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
@@ -482,8 +468,7 @@ def dynamic_vector_slice_in_dim(
     operand: jax.Array, start_index: jax.Array, slice_size: int, axis: int = 0, *, allow_negative_indices: bool = True
 ) -> jax.Array:
     """Take a slice of the same array at each of several positions: [n] positions give [n, ...]."""
-    take = lambda start: jax.lax.dynamic_slice_in_dim(operand, start, slice_size, axis)
-    return jax.vmap(take)(start_index)
+    return jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(operand, start, slice_size, axis))(start_index)
 
 
 def with_sharding_constraint(

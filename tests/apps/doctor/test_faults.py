@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from t5x.apps.doctor import devices, network, software, storage
-from t5x.apps.doctor.devices import holders
+from t5x.apps.doctor import checks
+from t5x.apps.doctor.checks import holders
 from tests.support import commands
 from tests.support.paths import REPO
 
@@ -27,17 +27,19 @@ def only(findings):
 # --- Several processes ------------------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_that_resolves_to_loopback():
-    resolve = {"node1": ["127.0.1.1"]}.__getitem__
-    found = only(network.coordinator_findings("node1", is_first=False, resolve=resolve))
+def test_a_coordinator_that_resolves_to_loopback(monkeypatch):
+    monkeypatch.setattr(checks, "resolve", {"node1": ["127.0.1.1"]}.__getitem__)
+    found = only(checks.coordinator_findings("node1", is_first=False))
     assert found.status == "error" and "127.0.1.1" in found.message and "/etc/hosts" in found.fix
     for fine in (["10.0.0.4"], ["127.0.1.1", "10.0.0.4"]):
-        assert not faults(network.coordinator_findings("node1", is_first=True, resolve=lambda _, fine=fine: fine))
-    assert not faults(network.coordinator_findings("127.0.0.1", is_first=True))
+        monkeypatch.setattr(checks, "resolve", {"node1": fine}.__getitem__)
+        assert not faults(checks.coordinator_findings("node1", is_first=True))
+    monkeypatch.undo()
+    assert not faults(checks.coordinator_findings("127.0.0.1", is_first=True))
 
 
 def test_a_coordinator_without_address():
-    found = only(network.coordinator_findings("no-such-machine.invalid", is_first=False))
+    found = only(checks.coordinator_findings("no-such-machine.invalid", is_first=False))
     assert found.status == "error" and "does not resolve" in found.message
 
 
@@ -98,7 +100,7 @@ SLURM_TASKS = {
 def test_one_gpu_per_slurm_task(options):
     words, is_fault = SLURM_TASKS[options]
     environment = dict(word.split("=", 1) for word in f"{words} SLURM_NTASKS=4 SLURM_GPUS_ON_NODE=2".split())
-    found = faults(network.gpu_binding_findings(environment))
+    found = faults(checks.gpu_binding_findings(environment))
     assert bool(found) is is_fault
     assert all("--gpus-per-task=1" in one.message and "--gpus-per-node" in one.fix for one in found)
 
@@ -115,15 +117,15 @@ def test_a_leftover_process_that_holds_a_chip(tmp_path):
         held = holders((str(tmp_path / "accel[0-9]*"),))
         process.stdin.close()
     assert list(held) == [process.pid]
-    found = only(devices.holder_findings(held, "TPU chip"))
+    found = only(checks.holder_findings(held, "TPU chip"))
     assert found.status == "error" and str(process.pid) in found.message and f"kill {process.pid}" in found.fix
     assert not holders((str(tmp_path / "accel[0-9]*"),))
 
 
 def test_devices_that_jax_does_not_use():
-    found = only(devices.count_findings(["NVIDIA H200"] * 2, 8, {"CUDA_VISIBLE_DEVICES": "0,1"}))
+    found = only(checks.count_findings(["NVIDIA H200"] * 2, 8, {"CUDA_VISIBLE_DEVICES": "0,1"}))
     assert "2 of 8" in found.message and "CUDA_VISIBLE_DEVICES=0,1" in found.message
-    found = faults(devices.count_findings(["cpu"], 8, {"JAX_PLATFORMS": "cpu"}))[0]
+    found = faults(checks.count_findings(["cpu"], 8, {"JAX_PLATFORMS": "cpu"}))[0]
     assert found.status == "error" and "JAX_PLATFORMS=cpu" in found.message
 
 
@@ -143,22 +145,22 @@ WORKING = {"jax": "0.11.2", "jaxlib": "0.11.2", "sentencepiece": "0.2.2", "proto
     ],
 )
 def test_packages_that_do_not_work_together(changed, word):
-    assert not faults(software.package_findings(WORKING))
-    found = only(software.package_findings(WORKING | changed))
+    assert not faults(checks.package_findings(WORKING))
+    found = only(checks.package_findings(WORKING | changed))
     assert found.status == "error" and word in found.message and found.fix.startswith("pip ")
 
 
 def test_an_old_python():
-    assert only(software.python_findings((3, 10))).status == "error" and not faults(software.python_findings((3, 13)))
+    assert only(checks.python_findings((3, 10))).status == "error" and not faults(checks.python_findings((3, 13)))
 
 
 def test_storage(tmp_path, monkeypatch):
-    assert "free" in next(storage.disk_findings(str(tmp_path), size=2**20)).message
-    assert only(storage.disk_findings(str(tmp_path / "missing"))).status == "error"
-    assert "read and removed" in next(storage.remote_findings("memory://bucket/runs")).message
-    assert only(storage.remote_findings("nonsense://bucket")).status == "error"
-    monkeypatch.setattr(storage, "_MIN_FREE", float("inf"))
-    assert "little space" in only(storage.disk_findings(str(tmp_path), size=2**20)).message
+    assert "free" in next(checks.disk_findings(str(tmp_path), size=2**20)).message
+    assert only(checks.disk_findings(str(tmp_path / "missing"))).status == "error"
+    assert "read and removed" in next(checks.remote_findings("memory://bucket/runs")).message
+    assert only(checks.remote_findings("nonsense://bucket")).status == "error"
+    monkeypatch.setattr(checks, "_MIN_FREE", float("inf"))
+    assert "little space" in only(checks.disk_findings(str(tmp_path), size=2**20)).message
 
 
 def test_this_machine_is_ready(capsys, tmp_path):
@@ -177,6 +179,6 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
         raise ValueError("boom")
         yield
 
-    monkeypatch.setattr(software, "check", broken)
+    monkeypatch.setitem(checks.TOPICS, "software", broken)
     result = commands.run(capsys, "doctor", "software")
     assert result.code == 1 and "ValueError: boom" in result.out and "Traceback" not in result.err

@@ -13,7 +13,7 @@ import pytest
 
 from t5x import configuration
 from t5x._runtime.errors import UserError
-from t5x.apps.launching import accelerators, job, vertex
+from t5x.apps.launching import gcloud, job, vertex
 from t5x.cli.parser import parser_of
 from tests.support.paths import REPO
 from tests.support.programs import cloud_python
@@ -32,7 +32,7 @@ def parse(*options: str) -> argparse.Namespace:
 
 def custom_job(topology: str, *options: str) -> dict[str, Any]:
     args = parse(f"--topology={topology}", *options)
-    return vertex.custom_job_spec(args, COMMAND, accelerators.parse(topology))
+    return vertex.custom_job_spec(args, COMMAND, gcloud.parse_accelerators(topology))
 
 
 def read_yaml(text: str) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_hadolint_accepts_the_dockerfile():
 
 
 def test_the_jobset_fits_the_slice_that_it_selects():
-    slice_ = accelerators.parse("v5e-16")
+    slice_ = gcloud.parse_accelerators("v5e-16")
     [jobset] = deployed("gke-jobset.yaml")
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert spec["parallelism"] == spec["completions"] == slice_.machines

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from benchmarks.bench.workload import SIZES, Workload
 from t5x.apps.planning import estimates, memory
 from t5x.apps.planning.memory import Share
 from t5x.apps.planning.program import Collective, CompiledStep, collectives
-from t5x.apps.planning.workload import SIZES, Workload
 from t5x.kernels.choice import ops, use
 from t5x.telemetry.devices import parse_topology
 from tests.kernels.simulated import nvidia

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.apps.planning.workload import SIZES, Workload
+from benchmarks.bench.workload import SIZES, Workload
 from t5x.kernels.gpu_ops import GpuOps
 from t5x.partitioning import devices
 from t5x.partitioning.multiprocess import enable_compilation_cache

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x.apps.planning.workload import SIZES, Workload
+from benchmarks.bench.workload import SIZES, Workload
 from t5x.data import EncDecFeatureConverter
 
 TINY = Workload("tiny", batch=2, inputs=8, targets=6)

@@ -1,4 +1,4 @@
-"""A workload to plan or to measure: a T5 1.1 of some size, its batch and its state, with random weights and tokens."""
+"""A workload to measure: a T5 1.1 of some size, its batch and its state, with random weights and tokens."""
 
 import dataclasses
 import functools
@@ -10,34 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x._runtime.errors import UserError, check_at_least
-from t5x.data import PassThroughVocabulary
+from t5x.apps.planning.estimates import SIZES, t5_1_1
 from t5x.kernels.ops import BACKENDS
 from t5x.models import EncoderDecoderModel
-from t5x.network import T5Config, Transformer
-from t5x.optimizers.adafactor import Adafactor
+from t5x.network import T5Config
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, TrainState
 
-_T5_1_1 = T5Config(
-    vocab_size=32128, head_dim=64, mlp_activations=("gelu", "linear"), logits_via_embedding=False, dropout_rate=0.0
-)
-
-
-def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **changes: Any) -> T5Config:
-    return dataclasses.replace(
-        _T5_1_1, emb_dim=emb_dim, num_heads=num_heads, mlp_dim=mlp_dim, num_encoder_layers=layers,
-        num_decoder_layers=layers, **changes,
-    )  # fmt: skip
-
-
-SIZES = {
-    "tiny": _shape(64, 4, 128, 2, head_dim=16, vocab_size=512),
-    "small": _shape(512, 6, 1024, 8),
-    "base": _shape(768, 12, 2048, 12),
-    "large": _shape(1024, 16, 2816, 24),
-    "xl": _shape(2048, 32, 5120, 24),
-    "xxl": _shape(4096, 64, 10240, 24),
-}
 _DISTINCT = 4  # distinct batches, used in turn
 
 
@@ -91,8 +70,7 @@ class Workload:
 
     @functools.cached_property
     def model(self) -> EncoderDecoderModel:
-        vocabulary = PassThroughVocabulary(self.config.vocab_size, eos_id=-1)  # no EOS token, so nothing ends early
-        return EncoderDecoderModel(Transformer(self.config), vocabulary, vocabulary, Adafactor())
+        return t5_1_1(self.config)
 
     @functools.cached_property
     def partitioner(self) -> PjitPartitioner:
