@@ -1,7 +1,5 @@
 """Operations for devices that are not there: on a CPU, kernels run in Pallas's interpreter."""
 
-import inspect
-
 import jax
 
 from t5x.kernels.choice import choose
@@ -37,7 +35,5 @@ class CpuWithRowOffsets(CpuOps):
 
 
 def abstract_h200() -> jax.sharding.AbstractDevice:
-    """Return an H200 to lower programs for. JAX 0.10.0 does not ask for the platform."""
-    arguments = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "cuda"}
-    accepted = inspect.signature(jax.sharding.AbstractDevice).parameters
-    return jax.sharding.AbstractDevice(**{name: arguments[name] for name in accepted})
+    """Return an H200 to lower programs for."""
+    return jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")

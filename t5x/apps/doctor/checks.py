@@ -78,8 +78,8 @@ def python_findings(version: tuple[int, int]) -> Iterator[Finding]:
 def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Report combinations of versions that do not work together."""
     jax = versions.get("jax", "")
-    if _numbers(jax)[:2] not in ((0, 10), (0, 11), (0, 12)):
-        yield error(f"jax is {jax or 'missing'}; t5x runs with 0.10 to 0.12.", "pip install 'jax>=0.10.2,<0.13'")
+    if not (0, 10, 2) <= _numbers(jax) < (0, 13):
+        yield error(f"jax is {jax or 'missing'}; t5x runs with 0.10.2 to 0.12.", "pip install 'jax>=0.10.2,<0.13'")
     plugins = [name for name in versions if name == "jaxlib" or re.fullmatch(r"jax-cuda\d+-(plugin|pjrt)", name)]
     for name in plugins:
         if jax and _numbers(versions[name])[:2] != _numbers(jax)[:2]:

@@ -137,7 +137,8 @@ WORKING = {"jax": "0.11.2", "jaxlib": "0.11.2", "sentencepiece": "0.2.2", "proto
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
-        ({"jax": "0.7.1", "jaxlib": "0.7.1"}, "0.10 to 0.12"),
+        ({"jax": "0.7.1", "jaxlib": "0.7.1"}, "0.10.2 to 0.12"),
+        ({"jax": "0.10.0", "jaxlib": "0.10.0"}, "0.10.2 to 0.12"),
         ({"jaxlib": "0.10.2"}, "same release"),
         ({"jax-cuda12-plugin": "0.10.0"}, "jax-cuda12-plugin"),
         ({"jax-cuda12-plugin": "0.11.2", "jax-cuda13-plugin": "0.11.2"}, "CUDA 12 and 13"),
