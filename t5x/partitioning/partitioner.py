@@ -15,8 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from t5x._runtime.errors import ArgumentError
 from t5x.partitioning import logical, meshes
 from t5x.partitioning.devices import on_nvidia_gpu, platform
-from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
-from t5x.partitioning.rules import Preset, check_rules, model_axis, preset_named, standard_logical_axis_rules
+from t5x.partitioning.logical import (
+    AxisRules,
+    LogicalAxes,
+    MeshAxes,
+    Preset,
+    axis_rules,
+    check_rules,
+    logical_to_mesh_axes,
+    model_axis,
+    preset_named,
+    standard_logical_axis_rules,
+)
 
 
 class LocalChunkInfo(NamedTuple):
@@ -102,7 +112,7 @@ class BasePartitioner:
       dcn_mesh_shape: (replica, data, model) across slices or machines. The mesh is the product of both shapes, and the
         batch is sharded over `replica` and `data`.
       logical_axis_rules: see `standard_logical_axis_rules`, which is the default (None).
-      preset: mesh and rules by name: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
+      preset: mesh and rules by name: `dp`, `fsdp`, `tp` or `2d`; see `logical.PRESETS`.
     """
 
     def __init__(
