@@ -174,13 +174,21 @@ class RemotePath:
             return self.fs.open(self.path, "rb")
 
     def call(self, call: Callable[..., T], **options: Any) -> T:
-        """Call a method of the file system that may be repeated."""
+        """Call a method of the file system; after failures of the network or the server, repeat it twice."""
+        if _is_offline.get():
+            raise UserError("Remote files are not read while a run is only checked.")
 
         def once() -> T:
             with explained(self.url):
                 return call(self.path, **options)
 
-        return retried(once)
+        for delay in _RETRY_DELAYS:
+            try:
+                return once()
+            except TransientError as error:
+                log.warning("%s Retrying in %d s.", error, delay)
+                time.sleep(delay)
+        return once()
 
     def call_if_exists(self, call: Callable[..., T], **options: Any) -> T | None:
         """Call a method as `call` does; return None if there is no such file."""
@@ -212,23 +220,21 @@ class RemoteFile:
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes from `start` to `end`."""
-        return retried(lambda: self._read_once(start, end))
+
+        def read_once(path: str) -> bytes:
+            content = self.path.fs.cat_file(path, start=start, end=end)
+            if len(content) != end - start:
+                raise TransientError(
+                    f"{self.path.url}: {len(content)} bytes arrived instead of {end - start}. The connection was cut, "
+                    "or the file has changed. Start again: complete files are not copied again."
+                )
+            return content
+
+        return self.path.call(read_once) if end > start else b""
 
     def open(self) -> io.BufferedReader:
         """Open the file for reading from start to end; failed requests are repeated."""
         return io.BufferedReader(_FileReader(self), _READ_BYTES)
-
-    def _read_once(self, start: int, end: int) -> bytes:
-        if end == start:
-            return b""
-        with explained(self.path.url):
-            content = self.path.fs.cat_file(self.path.path, start=start, end=end)
-        if len(content) != end - start:
-            raise TransientError(
-                f"{self.path.url}: {len(content)} bytes arrived instead of {end - start}. The connection was cut, or "
-                "the file has changed. Start again: complete files are not copied again."
-            )
-        return content
 
 
 class _FileReader(io.RawIOBase):
@@ -260,19 +266,6 @@ def offline() -> Iterator[None]:
         yield
     finally:
         _is_offline.reset(token)
-
-
-def retried(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which may be repeated: after failures of the network or the server, twice."""
-    if _is_offline.get():
-        raise UserError("Remote files are not read while a run is only checked.")
-    for delay in _RETRY_DELAYS:
-        try:
-            return call()
-        except TransientError as error:
-            log.warning("%s Retrying in %d s.", error, delay)
-            time.sleep(delay)
-    return call()
 
 
 def run_concurrently(
