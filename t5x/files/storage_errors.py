@@ -106,14 +106,13 @@ def seconds_without_data() -> float:
 
 
 def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
-    is_not_found = isinstance(error, FileNotFoundError)
-    if is_not_found and error.__cause__ is not None and not is_missing(error):
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and not is_missing(error):
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
     status = tensorstore_status(error) if isinstance(error, ValueError) else None
     name, text = type(error).__name__, first_line(error)
     reason = text.split(" [")[0] if status else text if text == name else f"{name}: {text}"
-    if is_not_found or status == "NOT_FOUND":
+    if isinstance(error, FileNotFoundError) or status == "NOT_FOUND":
         details = f" ({reason})" if status else ""
         return UserError, f"there is no such file, directory or bucket{details}. Check the name."
     if isinstance(error, ImportError):
