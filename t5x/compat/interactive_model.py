@@ -35,7 +35,8 @@ from t5x.data import (
     preprocessors,
 )
 from t5x.data.dataset_config import DatasetConfig
-from t5x.data.example_order import Order
+from t5x.data.lanes import BadExamples
+from t5x.data.loader import read_once
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import check_split, task_rates
 from t5x.models import BaseTransformerModel
@@ -396,7 +397,7 @@ class InteractiveModel:
 
     def _program(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
         """Return a function that runs a batch with the current parameters: (predictions or scores, auxiliary)."""
-        key = (mode, tuple(sorted(options.items(), key=lambda item: item[0])))
+        key = (mode, tuple(sorted(options.items())))
         try:
             program = self._programs.get(key) or self._programs.setdefault(key, self._compile(mode, options))
         except TypeError:  # unhashable option
@@ -551,9 +552,7 @@ def _examples(task: Task, split: str, lengths: Mapping[str, int] | None, shuffle
     pipeline = task.pipeline(split, lengths, seed)
     if pipeline.pieces:
         raise UserError(f"Task {task.name!r} joins its examples, so it has no pairs of inputs and targets.")
-    order = Order(len(pipeline), seed, shuffle)
-    for position in range(len(pipeline)):
-        yield from pipeline.outputs(*order(position))
+    return (read.example for read in read_once(pipeline, shuffle, BadExamples(skip=False)))
 
 
 def _value(task: Task, example: Example, feature: str, as_text: bool) -> Any:

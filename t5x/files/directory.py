@@ -5,7 +5,7 @@
         file.write(b"…")
 
 A file appears with its entire content, or not at all: a local one is renamed (see `atomic`), a remote one is written to
-a local file and uploaded as one object. Requests that fail are repeated; see `remote.retried`. Local errors are
+a local file and uploaded as one object. Requests that fail are repeated; see `remote.RemotePath.call`. Local errors are
 OSErrors, those of the network or the server UserErrors that name the URL; a missing file is a FileNotFoundError.
 """
 

@@ -40,10 +40,12 @@ class Lease(contextlib.AbstractContextManager):
         ...
         lease.check()  # before a write that must not be repeated by another program
 
+    Attributes:
+      holder: the description of this process in the file.
     """
 
     def __init__(self, file: "_LeaseFile", what: str, holder: dict[str, Any], generation: bytes):
-        self._file, self._what, self._holder, self._generation = file, what, holder, generation
+        self._file, self._what, self.holder, self._generation = file, what, holder, generation
         self._renewed = time.monotonic()
         self._lost: str | None = None
         self._writing, self._stopped = threading.Lock(), threading.Event()
@@ -81,11 +83,6 @@ class Lease(contextlib.AbstractContextManager):
             watched = generation
             time.sleep(_POLL)
 
-    @property
-    def holder(self) -> dict[str, Any]:
-        """The description of this process in the file."""
-        return self._holder
-
     def check(self) -> None:
         """Raise a UserError unless the lease is still held; renew it if it was not renewed for long."""
         if time.monotonic() - self._renewed > _TERM / 2:
@@ -117,7 +114,7 @@ class Lease(contextlib.AbstractContextManager):
 
     def _renew(self) -> None:
         with self._writing:
-            written = self._file.write(_content(self._holder), self._generation)
+            written = self._file.write(_content(self.holder), self._generation)
             if written is not None:
                 self._generation, self._renewed = written, time.monotonic()
                 return

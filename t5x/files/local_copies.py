@@ -3,7 +3,7 @@
 CACHE/data/<source>-<version>/     see cache_directory.py
   source.json                      the source; size, SHA-256 and stamp of the copy
   train.jsonl                      the copy, decompressed
-CACHE/data/offsets/                see random_access.py
+CACHE/data/offsets/                see `LocalFile.offsets`
 
 A process verifies a copy before its first use, and copies again if it has changed. Hashing takes 5 s/GB on a slow core,
 so a process always hashes up to 2 GiB of copies, and beyond that only those whose stamp (inode, times of modification
@@ -19,10 +19,13 @@ import logging
 import lzma
 import os
 import threading
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory, user_files
@@ -41,7 +44,7 @@ _COMPRESSIONS: dict[str, tuple[_Open, str]] = {
     ".xz": (lzma.open, "xz"),
 }
 _FILES_AT_ONCE = 4
-_CHUNK = 2**20  # bytes that are decompressed at once
+_DECOMPRESSED_BYTES = 2**20  # at once
 _RECORD = "source.json"
 
 _hash_in_any_case = 2 * 2**30  # bytes that this process may still hash even if their stamps match
@@ -145,7 +148,7 @@ class _CopiedFile(NamedTuple):
         try:
             with open(source, "rb") as raw, open_compressed(raw) as content, open(target, "wb") as file:
                 done = 0
-                while chunk := content.read(_CHUNK):
+                while chunk := content.read(_DECOMPRESSED_BYTES):
                     file.write(chunk)
                     done, before = raw.tell(), done
                     advance(done - before)
@@ -199,3 +202,117 @@ def _stamp(path: str) -> list[int]:
     """Return numbers that change whenever the file changes, its size first."""
     status = os.stat(path)
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+# --- Random access ----------------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 24
+_WORTH_KEEPING = 64 * 2**20  # minimum file size in bytes; indexing smaller files is fast
+_may_stay_open = threading.Semaphore(256)
+
+
+class LocalFile:
+    """A file that must not change while it is in use; reading is thread-safe.
+
+    It stays open, unless very many are open already; then it is opened for each read.
+
+    Attributes:
+      name: name for messages.
+      size: size in bytes.
+    """
+
+    def __init__(self, copy: LocalCopy):
+        self.name = copy.name
+        self._copy = copy
+        descriptor = self._open()
+        status = os.fstat(descriptor)
+        self.size = status.st_size
+        self._stamp = status.st_size, status.st_mtime_ns
+        self._descriptor = descriptor if _may_stay_open.acquire(blocking=False) else None
+        if self._descriptor is None:
+            os.close(descriptor)
+        else:
+            weakref.finalize(self, _close, descriptor)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to `end`; raise a UserError if the file has changed."""
+        descriptor = self._open() if self._descriptor is None else self._descriptor
+        try:
+            content, size = b"", end - start
+            while len(content) < size and (more := os.pread(descriptor, size - len(content), start + len(content))):
+                content += more
+            status = os.fstat(descriptor)
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+        if (status.st_size, status.st_mtime_ns) != self._stamp or len(content) != size:
+            raise self._changed(status.st_size)
+        return content
+
+    def check(self) -> None:
+        """Raise a UserError if the file has changed; for readers that do not use `read`."""
+        try:
+            status = os.stat(self._copy.path)
+        except OSError as error:
+            raise UserError(f"{self.name} can no longer be read: {error.strerror}.") from error
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise self._changed(status.st_size)
+
+    def chunks(self, end: int | None = None) -> Iterator[bytes]:
+        """Yield the content up to `end` in chunks."""
+        end = self.size if end is None else end
+        for start in range(0, end, CHUNK):
+            yield self.read(start, min(start + CHUNK, end))
+
+    def offsets(self, kind: str, build: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the offsets from `build()`, int64 [n + 1], ending with the size; a large file's are kept between runs.
+
+        Args:
+          kind: identifies how the offsets are built; another `build` needs another kind.
+        """
+        if self.size < _WORTH_KEEPING:
+            return build()
+        which, version = self._copy.path, f"{self._stamp} {kind}"
+        name = f"{cache_directory.short_hash(which)}-{cache_directory.short_hash(version)}.npy"
+        path = os.path.join(cache_directory.place("data/offsets"), name)
+        if (kept := self._load(path)) is not None:
+            return kept
+        log.info("%s: indexing its records (%s)", self.name, human_size(self.size))
+        offsets = build()
+        _save(path, offsets)
+        return offsets
+
+    def _load(self, path: str) -> np.ndarray | None:
+        try:
+            offsets = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (OSError, ValueError, EOFError):
+            return None
+        fits = offsets.dtype == np.int64 and offsets.ndim == 1 and offsets.size and offsets[-1] == self.size
+        return offsets if fits else None
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._copy.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{self.name} cannot be read: {error.strerror}.") from error
+
+    def _changed(self, size: int) -> UserError:
+        how = f"from {self.size} to {size} bytes" if size != self.size else "but not in size"
+        return UserError(
+            f"{self.name} has changed while it was in use ({how}). Do not change the data of a run: restore the file, "
+            "or start again."
+        )
+
+
+def _close(descriptor: int) -> None:
+    os.close(descriptor)
+    _may_stay_open.release()
+
+
+def _save(path: str, offsets: np.ndarray) -> None:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic.new_file(path) as file:
+            np.save(file, offsets)
+    except OSError as error:
+        log.info("The index is not kept for the next start: %s", error)

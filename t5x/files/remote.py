@@ -112,11 +112,11 @@ class RemotePath:
 
     def info(self) -> dict[str, Any] | None:
         """Return fsspec's description of the file or directory; None if it does not exist."""
-        return self._call_if_exists(self.fs.info)  # fsspec's `exists` returns False for every failure
+        return self.call_if_exists(self.fs.info)  # fsspec's `exists` returns False for every failure
 
     def children(self) -> dict[str, dict[str, Any]]:
         """Return {name: info} of the entries of a directory; {} if it does not exist."""
-        listed = self._call_if_exists(self.fs.ls, detail=True) or ()
+        listed = self.call_if_exists(self.fs.ls, detail=True) or ()
         entries = {info["name"].rstrip("/"): info for info in listed}
         entries.pop(self.path, None)  # object stores may list an empty object for the directory
         return {posixpath.basename(name): info for name, info in entries.items()}
@@ -126,13 +126,13 @@ class RemotePath:
 
         The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
         """
-        files = self._call(self.fs.find, detail=True)
+        files = self.call(self.fs.find, detail=True)
         above = f"{self.path}/"
         return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in files.items()}
 
     def glob(self) -> list[str]:
         """Return the URLs of the files that this path, a pattern, matches."""
-        return sorted(self.fs.unstrip_protocol(match) for match in self._call(self.fs.glob))
+        return sorted(self.fs.unstrip_protocol(match) for match in self.call(self.fs.glob))
 
     def file(self, info: Mapping[str, Any] | None = None) -> "RemoteFile":
         """Return the file at this path; raise a UserError if it is not a file of known size.
@@ -142,7 +142,7 @@ class RemotePath:
         """
         if info is None:
             self.fs.invalidate_cache()
-            info = self._call(self.fs.info)
+            info = self.call(self.fs.info)
         if info["type"] != "file" or not isinstance(info.get("size"), int):
             raise UserError(f"{self.url} is not a file of known size. Copy it to a local disk and name the copy.")
         version = next((str(info[field]) for field in _VERSION_FIELDS if info.get(field) is not None), "")
@@ -150,40 +150,48 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
-        return self._call(self.fs.cat_file)
+        return self.call(self.fs.cat_file)
 
     def read_bytes_if_exists(self) -> bytes | None:
         """Return the content of the file; None if it does not exist."""
-        return self._call_if_exists(self.fs.cat_file)
+        return self.call_if_exists(self.fs.cat_file)
 
     def write_bytes(self, data: bytes) -> None:
         """Write the file, or replace it."""
-        self._call(lambda path: self.fs.pipe_file(path, data))
+        self.call(lambda path: self.fs.pipe_file(path, data))
 
     def upload(self, local: str | os.PathLike[str]) -> None:
         """Write the file with the content of a local one, or replace it."""
-        self._call(lambda path: self.fs.put_file(local, path))
+        self.call(lambda path: self.fs.put_file(local, path))
 
     def remove(self) -> None:
         """Remove the file, if it exists."""
-        self._call_if_exists(self.fs.rm_file)
+        self.call_if_exists(self.fs.rm_file)
 
     def open(self) -> BinaryIO:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
             return self.fs.open(self.path, "rb")
 
-    def _call(self, call: Callable[..., T], **options: Any) -> T:
-        """Call a method of the file system that may be repeated."""
+    def call(self, call: Callable[..., T], **options: Any) -> T:
+        """Call a method of the file system; after failures of the network or the server, repeat it twice."""
+        if _is_offline.get():
+            raise UserError("Remote files are not read while a run is only checked.")
 
         def once() -> T:
             with explained(self.url):
                 return call(self.path, **options)
 
-        return retried(once)
+        for delay in _RETRY_DELAYS:
+            try:
+                return once()
+            except TransientError as error:
+                log.warning("%s Retrying in %d s.", error, delay)
+                time.sleep(delay)
+        return once()
 
-    def _call_if_exists(self, call: Callable[..., T], **options: Any) -> T | None:
-        """Call a method as `_call` does; return None if there is no such file."""
+    def call_if_exists(self, call: Callable[..., T], **options: Any) -> T | None:
+        """Call a method as `call` does; return None if there is no such file."""
 
         def attempt(path: str, **options: Any) -> T | None:
             try:
@@ -193,7 +201,7 @@ class RemotePath:
                     raise
                 return None
 
-        return self._call(attempt, **options)
+        return self.call(attempt, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,23 +220,21 @@ class RemoteFile:
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes from `start` to `end`."""
-        return retried(lambda: self._read_once(start, end))
+
+        def read_once(path: str) -> bytes:
+            content = self.path.fs.cat_file(path, start=start, end=end)
+            if len(content) != end - start:
+                raise TransientError(
+                    f"{self.path.url}: {len(content)} bytes arrived instead of {end - start}. The connection was cut, "
+                    "or the file has changed. Start again: complete files are not copied again."
+                )
+            return content
+
+        return self.path.call(read_once) if end > start else b""
 
     def open(self) -> io.BufferedReader:
         """Open the file for reading from start to end; failed requests are repeated."""
         return io.BufferedReader(_FileReader(self), _READ_BYTES)
-
-    def _read_once(self, start: int, end: int) -> bytes:
-        if end == start:
-            return b""
-        with explained(self.path.url):
-            content = self.path.fs.cat_file(self.path.path, start=start, end=end)
-        if len(content) != end - start:
-            raise TransientError(
-                f"{self.path.url}: {len(content)} bytes arrived instead of {end - start}. The connection was cut, or "
-                "the file has changed. Start again: complete files are not copied again."
-            )
-        return content
 
 
 class _FileReader(io.RawIOBase):
@@ -260,19 +266,6 @@ def offline() -> Iterator[None]:
         yield
     finally:
         _is_offline.reset(token)
-
-
-def retried(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which may be repeated: after failures of the network or the server, twice."""
-    if _is_offline.get():
-        raise UserError("Remote files are not read while a run is only checked.")
-    for delay in _RETRY_DELAYS:
-        try:
-            return call()
-        except TransientError as error:
-            log.warning("%s Retrying in %d s.", error, delay)
-            time.sleep(delay)
-    return call()
 
 
 def run_concurrently(

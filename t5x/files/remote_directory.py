@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory, disk_space, locks
 from t5x.files.local import LOCK_FILE, FileEntry, Publication, name_aside, walk, write_file
-from t5x.files.remote import RemotePath, download, has_tensorstore_driver, retried, run_concurrently
-from t5x.files.storage_errors import explained
+from t5x.files.remote import RemotePath, download, has_tensorstore_driver, run_concurrently
 from t5x.files.untrusted import is_plain_relative
 
 if TYPE_CHECKING:
@@ -183,8 +182,7 @@ class RemoteDirectory:
         child.clear(publication)
         child.remove(UNFINISHED)
         if not has_tensorstore_driver(str(self)):
-            with explained(str(child)), contextlib.suppress(FileNotFoundError):
-                self._remote.fs.rm(child._remote.path, recursive=True)  # empty directories, where they exist
+            child._remote.call_if_exists(self._remote.fs.rm, recursive=True)  # empty directories, where they exist
 
     def upload(self, local: str | os.PathLike[str], publication: Publication) -> None:
         """Copy everything below a local directory, the file that identifies it last, after checking sizes and right."""
@@ -193,16 +191,16 @@ class RemoteDirectory:
         with publication.progress(sum(sizes.values())) as advance:
             callback = _callback(advance, stopped)
 
-            def put(file: RemotePath, name: str) -> None:
-                file.fs.put_file(os.path.join(local, name), file.path, callback=callback)
+            def put(path: str, name: str) -> None:
+                self._remote.fs.put_file(os.path.join(local, name), path, callback=callback)
 
             self._fill(sizes, put, publication, stopped)
 
     def copy_from(self, source: "RemoteDirectory", publication: Publication) -> None:
         """Copy everything from another directory of the server, as `upload` does."""
 
-        def copy(file: RemotePath, name: str) -> None:
-            file.fs.cp_file((source._remote / name).path, file.path)
+        def copy(path: str, name: str) -> None:
+            self._remote.fs.cp_file((source._remote / name).path, path)
 
         self._fill({name: entry.size for name, entry in source.list().items()}, copy, publication)
 
@@ -215,23 +213,16 @@ class RemoteDirectory:
     def _fill(
         self,
         sizes: Mapping[str, int],
-        put: Callable[[RemotePath, str], None],
+        put: Callable[..., None],
         publication: Publication,
         stopped: threading.Event | None = None,
     ) -> None:
-        def put_one(name: str) -> None:
-            file = self._remote / name
-
-            def put_once() -> None:
-                with explained(file.url):
-                    put(file, name)
-
-            retried(put_once)
-
         last = next((name for name in publication.markers if name in sizes), None)
         for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):
             publication.check()
-            run_concurrently(put_one, [(name,) for name in names], stopped)
+            run_concurrently(
+                lambda name: (self._remote / name).call(put, name=name), [(name,) for name in names], stopped
+            )
             arrived = {name: entry.size for name, entry in self.list().items()}
             if wrong := [name for name in names if arrived.get(name) != sizes[name]]:
                 raise UserError(

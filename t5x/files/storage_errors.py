@@ -80,7 +80,7 @@ def access_errors(url: str) -> Iterator[None]:
         status = tensorstore_status(error)
         if "://" not in url or status not in (*_TRANSIENT, *_DENIED):
             raise
-        kind, problem = _diagnose_tensorstore(url.split("://")[0], status, error)
+        kind, problem = _diagnose(url, error)
         raise kind(f"{url}: {problem}") from error
 
 
@@ -106,15 +106,15 @@ def seconds_without_data() -> float:
 
 
 def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
-    if isinstance(error, FileNotFoundError):
-        if error.__cause__ is None or is_missing(error):
-            return UserError, "there is no such file, directory or bucket. Check the name."
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and not is_missing(error):
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
-    if isinstance(error, ValueError) and (status := tensorstore_status(error)) is not None:
-        return _diagnose_tensorstore(scheme, status, error)
-    text = (str(error).strip().splitlines() or [""])[0][:300]
-    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    status = tensorstore_status(error) if isinstance(error, ValueError) else None
+    name, text = type(error).__name__, first_line(error)
+    reason = text.split(" [")[0] if status else text if text == name else f"{name}: {text}"
+    if isinstance(error, FileNotFoundError) or status == "NOT_FOUND":
+        details = f" ({reason})" if status else ""
+        return UserError, f"there is no such file, directory or bucket{details}. Check the name."
     if isinstance(error, ImportError):
         return UserError, _missing_driver(scheme, text)
     if isinstance(error, ValueError) and text.startswith("Protocol not known"):
@@ -125,27 +125,14 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if (code := _status(error)) is not None and (code >= 500 or code == 429):
         reason = getattr(error, "message", None) or reason
         return TransientError, f"the server answered {code} ({reason}). It may be overloaded: try again later."
-    if _is_network(error):
-        return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
-    if _is_denied(error, text):
-        return UserError, _denied(scheme, reason)
-    return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
-
-
-def _diagnose_tensorstore(scheme: str, status: str, error: ValueError) -> tuple[type[UserError], str]:
-    reason = first_line(error).split(" [")[0]
-    if status in _DENIED:
-        return UserError, _denied(scheme, reason)
-    if status == "NOT_FOUND":
-        return UserError, f"there is no such file, directory or bucket ({reason}). Check the name."
     if status in _TRANSIENT:
         return TransientError, f"requests to {scheme}:// keep failing ({reason}). Check the network; try again later."
+    if _is_network(error):
+        return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
+    if status in _DENIED or _is_denied(error, text):
+        how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
+        return UserError, f"access is denied ({reason}). Sign in with {how}."
     return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
-
-
-def _denied(scheme: str, reason: str) -> str:
-    how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
-    return f"access is denied ({reason}). Sign in with {how}."
 
 
 def _missing_driver(scheme: str, text: str) -> str:

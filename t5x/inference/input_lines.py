@@ -11,7 +11,7 @@ from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.file_tasks import ENDINGS, TABLES, check_fields, ending_of, source_of
 from t5x.data.sources import DataSource, TextLineDataSource
 from t5x.data.sources.files import NoExamples
-from t5x.files import text_lines, user_files
+from t5x.files import user_files
 from t5x.files.remote import is_remote
 from t5x.telemetry import jsonl
 
@@ -125,7 +125,7 @@ class Lines:
         prompt = self.live and sys.stdin.buffer.isatty()
         if prompt:
             print("Type an input and press Enter; Ctrl-D ends.\n> ", end="", file=sys.stderr, flush=True)
-        for line in text_lines.read_lines(self.path, wait=_PAUSE if self.live else None):
+        for line in user_files.read_lines(self.path, wait=_PAUSE if self.live else None):
             if line is None:
                 yield None
                 if prompt:
@@ -137,7 +137,7 @@ class Lines:
             if self._is_text and not (self.path == "-" and text.startswith("{")):
                 yield self._text_line(line.number, line.raw, text)
                 continue
-            example = text_lines.parsed(text, self.where(line.number))
+            example = user_files.parsed(text, self.where(line.number))
             if not isinstance(example, dict):
                 names = ", ".join(map(repr, field_names(self._data.inputs)))
                 raise UserError(f"{self.where(line.number)} must be an object with {names}, got {text[:60]!r}.")
@@ -167,7 +167,7 @@ class Lines:
             ) from error
         except UserError as error:
             raise UserError(f"{self.where(number)}: {error}") from error
-        text_lines.check_unicode(text, f'{self.where(number)}: "{name}"')
+        user_files.check_unicode(text, f'{self.where(number)}: "{name}"')
         return text
 
 
@@ -179,7 +179,7 @@ def read_texts(path: str, option: str) -> list[str]:
     """
     if not os.path.exists(path):
         raise UserError(f"{option} {path}: {user_files.local_problem(path, FileNotFoundError())}")
-    lines = text_lines.read_lines(path, f"{option} {path}")
+    lines = user_files.read_lines(path, f"{option} {path}")
     texts = [text for line in lines if line is not None and (text := line.text())]
     if not texts:
         raise UserError(f"{option} {path} has no lines. Write one string per line.")

@@ -5,7 +5,7 @@
 from jax.sharding import PartitionSpec
 
 from t5x.partitioning.logical import AxisRules as LogicalAxisRules
-from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes
+from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes, standard_logical_axis_rules
 from t5x.partitioning.partitioner import (
     BasePartitioner,
     BasePjitPartitioner,
@@ -14,7 +14,6 @@ from t5x.partitioning.partitioner import (
     LocalChunkInfo,
     PjitPartitioner,
 )
-from t5x.partitioning.rules import standard_logical_axis_rules
 from t5x.partitioning.t5x_api import (
     AxisNames,
     PjittedFnWithContext,

@@ -28,7 +28,6 @@ from t5x._runtime.signals import EXIT_CODES
 from t5x._runtime.startup import MessageFormatter
 from t5x.files import cache_directory
 from t5x.partitioning import cluster, distributed, rendezvous
-from t5x.partitioning.link import start_relay
 from t5x.partitioning.rendezvous import Member
 from t5x.partitioning.watch import DRAIN_SECONDS, PEER_NEWS_SECONDS, PeerWatcher
 
@@ -88,7 +87,7 @@ def start(
             listen_at = cluster.join_address(here or "::", port)
         else:
             _members, channels, port = rendezvous.join(address, me, initialization_timeout, token=token)
-            service, listen_at = f"127.0.0.1:{start_relay(address.host, port)}", None
+            service, listen_at = f"127.0.0.1:{rendezvous.start_relay(address.host, port)}", None
         _watcher = PeerWatcher(me.index, _members, channels)
         _watcher.start()
         atexit.register(at_exit)

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from t5x._runtime.errors import ArgumentError
 from t5x.partitioning import logical, meshes
 from t5x.partitioning.devices import on_nvidia_gpu, platform
-from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
-from t5x.partitioning.rules import Preset, check_rules, model_axis, preset_named, standard_logical_axis_rules
+from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, Preset, logical_to_mesh_axes
 
 
 class LocalChunkInfo(NamedTuple):
@@ -102,7 +101,7 @@ class BasePartitioner:
       dcn_mesh_shape: (replica, data, model) across slices or machines. The mesh is the product of both shapes, and the
         batch is sharded over `replica` and `data`.
       logical_axis_rules: see `standard_logical_axis_rules`, which is the default (None).
-      preset: mesh and rules by name: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
+      preset: mesh and rules by name: `dp`, `fsdp`, `tp` or `2d`; see `logical.PRESETS`.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class BasePartitioner:
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None
         if preset is not None:
-            chosen = preset_named(preset)
+            chosen = logical.preset_named(preset)
             _check_preset(preset, chosen, model, (ici_mesh_shape, dcn_mesh_shape), rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
@@ -135,9 +134,9 @@ class BasePartitioner:
             raise ArgumentError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
         else:
             if preset is not None and model == 1:
-                model = model_axis(preset, len(devices), meshes.machine_sizes(devices))
+                model = logical.model_axis(preset, len(devices), meshes.machine_sizes(devices))
             self.mesh = meshes.model_parallel(model, devices)
-        default = chosen.rules() if chosen else standard_logical_axis_rules()
+        default = chosen.rules() if chosen else logical.standard_logical_axis_rules()
         self.rules = self._on_mesh(default if rules is None else rules)
         self._param_memory = None if params_on_devices else self._host_memory()
         self._warn_if_slow()
@@ -337,7 +336,7 @@ class BasePartitioner:
 
     def activate(self) -> contextlib.AbstractContextManager[None]:
         """Make the network's sharding constraints effective for everything traced inside the block."""
-        return axis_rules(self.mesh, self.rules)
+        return logical.axis_rules(self.mesh, self.rules)
 
     def partition(
         self,
@@ -456,10 +455,10 @@ def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -
 def _own_rules(rules: AxisRules) -> AxisRules | None:
     """Return the checked rules; None if they are the standard ones."""
     where = "PjitPartitioner.logical_axis_rules"
-    own_rules = check_rules(rules, where)
+    own_rules = logical.check_rules(rules, where)
     if not own_rules:
         raise ArgumentError(f"{where} is empty. Use None for the standard rules, [('batch', None)] to shard nothing.")
-    return None if own_rules == standard_logical_axis_rules() else own_rules
+    return None if own_rules == logical.standard_logical_axis_rules() else own_rules
 
 
 def _check_preset(name: str, preset: Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from t5x._runtime.errors import TemporaryError
 from t5x._runtime.signals import print_now
-from t5x.partitioning.link import Channel
-from t5x.partitioning.rendezvous import Member
+from t5x.partitioning.rendezvous import Channel, Member
 
 DIED = TemporaryError.exit_code
 

@@ -16,12 +16,19 @@ Tree = Any
 
 
 class TrainState:
-    """What `FlaxOptimTrainState` and `InferenceState` have in common: an immutable tree of arrays."""
+    """An immutable tree of arrays; without an optimizer, which `FlaxOptimTrainState` adds.
+
+    Attributes:
+      params_axes: logical axes of the parameters: the network's collection `params_axes`.
+      flax_mutables: the network's other collections, and `fp8`, the amax history of FP8 training.
+      flax_mutables_axes: logical axes of `flax_mutables`.
+    """
 
     step: Any
     params: Tree
     params_axes: Tree
     flax_mutables: Tree
+    flax_mutables_axes: Tree
 
     @property
     def optimizer_def(self) -> OptimizerDef | None:
@@ -45,13 +52,15 @@ class TrainState:
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> "TrainState":
         """Return the state with the content of a `state_dict`."""
-        raise NotImplementedError
+        mutables = like(self.flax_mutables, state_dict.get("flax_mutables", {}))
+        params = like(self.params, state_dict["target"])
+        return self.replace(step=state_dict["state"]["step"], params=params, flax_mutables=mutables)
 
     def replace_params(self, params: Tree) -> "TrainState":
-        raise NotImplementedError
+        return self.replace(params=params)
 
     def replace_step(self, step: jax.Array) -> "TrainState":
-        raise NotImplementedError
+        return self.replace(step=step)
 
     def apply_gradient(
         self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
@@ -59,7 +68,9 @@ class TrainState:
         raise NotImplementedError("This state has no optimizer: create a FlaxOptimTrainState to train.")
 
     def as_logical_axes(self) -> "TrainState":
-        raise NotImplementedError
+        """Return the state with the logical axes of its arrays, and None for the step."""
+        params, mutables = as_specs(self.logical_axes()), as_specs(self.flax_mutables_axes or {})
+        return self.replace(step=None, params=params, params_axes=None, flax_mutables=mutables, flax_mutables_axes=None)
 
     def replace_flax_mutables(self, flax_mutables: Tree) -> "TrainState":
         return self.replace(flax_mutables=flax_mutables)
@@ -71,13 +82,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class FlaxOptimTrainState(TrainState):
-    """The state of a training run: parameters, optimizer state and step.
-
-    Attributes:
-      params_axes: logical axes of the parameters: the network's collection `params_axes`.
-      flax_mutables: the network's other collections, and `fp8`, the amax history of FP8 training.
-      flax_mutables_axes: logical axes of `flax_mutables`.
-    """
+    """The state of a training run: parameters, optimizer state and step."""
 
     _optimizer: Optimizer
     params_axes: Tree = None
@@ -134,14 +139,13 @@ class FlaxOptimTrainState(TrainState):
         return self.replace(_optimizer=optimizer, flax_mutables=flax_mutables or {})
 
     def as_logical_axes(self) -> "FlaxOptimTrainState":
-        """Return the state with the logical axes of its arrays, and None for the step."""
         optimizer = self.optimizer_def.derive_logical_axes(self._optimizer, as_specs(self.logical_axes()))
         return type(self)(optimizer, flax_mutables=as_specs(self.flax_mutables_axes or {}), flax_mutables_axes=None)
 
 
 @flax.struct.dataclass
 class InferenceState(TrainState):
-    """A state without an optimizer; see `FlaxOptimTrainState`."""
+    """A state without an optimizer."""
 
     step: jax.Array | None
     params: Tree
@@ -153,22 +157,6 @@ class InferenceState(TrainState):
     def create(cls, model_variables: Mapping[str, Any]) -> "InferenceState":
         """Return the initial state of a network's variables."""
         return cls(jnp.zeros((), jnp.int32), *split_variables(model_variables))
-
-    def restore_state(self, state_dict: Mapping[str, Any]) -> "InferenceState":
-        mutables = like(self.flax_mutables, state_dict.get("flax_mutables", {}))
-        params = like(self.params, state_dict["target"])
-        return self.replace(step=state_dict["state"]["step"], params=params, flax_mutables=mutables)
-
-    def replace_params(self, params: Tree) -> "InferenceState":
-        return self.replace(params=params)
-
-    def replace_step(self, step: jax.Array) -> "InferenceState":
-        return self.replace(step=step)
-
-    def as_logical_axes(self) -> "InferenceState":
-        """Return the state with the logical axes of its arrays, and None for the step."""
-        mutables = as_specs(self.flax_mutables_axes or {})
-        return type(self)(None, as_specs(self.logical_axes()), flax_mutables=mutables, flax_mutables_axes=None)
 
 
 def split_variables(variables: Mapping[str, Any]) -> tuple[Tree, Tree, Tree, Tree]:

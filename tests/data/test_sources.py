@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import sys
+import threading
 
 import pytest
 from fsspec.registry import _registry
@@ -75,7 +76,7 @@ def test_globs_are_sorted_and_located_by_file_and_line(write, tmp_path):
 
 
 def test_very_many_files_do_not_stay_open(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("t5x.files.random_access._MAX_OPEN_FILES", 0)
+    monkeypatch.setattr("t5x.files.local_copies._may_stay_open", threading.Semaphore(0))
     for i in range(5):
         write(f"{i}.txt", f"{i}\n")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
@@ -94,7 +95,7 @@ def test_any_lines_come_back_across_chunks(tmp_path_factory, lines, last_end):
     content = "\n".join(lines) + ("\n" if last_end or not lines[-1] else "")
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.files.random_access.CHUNK", 7)
+        patch.setattr("t5x.files.local_copies.CHUNK", 7)
         file = LineFile(LocalCopy(str(path), "x", ""))
         assert [file[i].decode() for i in range(len(file))] == lines
         assert [file.line_number(i) for i in range(len(file))] == list(range(1, len(lines) + 1))
@@ -112,7 +113,7 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.files.random_access.CHUNK", 11)
+        patch.setattr("t5x.files.local_copies.CHUNK", 11)
         assert everything(CsvDataSource({"train": str(path)})) == [{"a": a, "b": b} for a, b in rows]
 
 
@@ -196,7 +197,7 @@ def test_blank_lines_are_skipped_wherever_chunks_end(tmp_path_factory, lines, sk
     expected = [(number, line.rstrip(blank)) for number, line in expected if line.strip(blank)]
     for chunk in (1, 4, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("t5x.files.random_access.CHUNK", chunk)
+            patch.setattr("t5x.files.local_copies.CHUNK", chunk)
             file = LineFile(LocalCopy(str(path), "x", ""), skip=skip, blank=blank.encode())
             assert [(file.line_number(i), file[i].decode()) for i in range(len(file))] == expected
 
@@ -204,7 +205,7 @@ def test_blank_lines_are_skipped_wherever_chunks_end(tmp_path_factory, lines, sk
 @pytest.mark.parametrize("change", [b"ONE\ntwo\n", b"one\n", b"one\ntwo\nthree\n"])
 @pytest.mark.parametrize("open_files", [0, 256])
 def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, open_files):
-    monkeypatch.setattr("t5x.files.random_access._MAX_OPEN_FILES", open_files)
+    monkeypatch.setattr("t5x.files.local_copies._may_stay_open", threading.Semaphore(open_files))
     path = write("x.txt", "one\ntwo\n")
     source = TextLineDataSource({"train": path})
     assert texts(source) == ["one", "two"]

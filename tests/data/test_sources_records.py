@@ -185,7 +185,7 @@ def test_any_records_come_back_across_chunks(tmp_path_factory, contents, chunk):
     path = tmp_path_factory.mktemp("records") / "x"
     path.write_bytes(b"".join(map(record, contents)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.files.random_access.CHUNK", chunk)
+        patch.setattr("t5x.files.local_copies.CHUNK", chunk)
         file = record_file(path)
         assert [file[i] for i in range(len(file))] == contents
 

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x._runtime.errors import UserError
 from t5x.data import JsonLinesDataSource, TextLineDataSource
-from t5x.files import cache_directory, local_copies, locks, random_access, remote
+from t5x.files import cache_directory, local_copies, locks, remote
 from t5x.files.digests import digest_of
 from t5x.files.disk_space import human_size
 
@@ -262,7 +262,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
 
 @pytest.fixture
 def keep_all_offsets(monkeypatch):
-    monkeypatch.setattr(random_access, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(local_copies, "_WORTH_KEEPING", 1)
 
 
 def test_offsets_are_kept(tmp_path, cache, monkeypatch, keep_all_offsets):

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from t5x.network import DecoderWrapper, Transformer, TransformerConfig, initial_variables
-from t5x.partitioning import rules
-from t5x.partitioning.logical import axis_rules
+from t5x.partitioning.logical import PRESETS, axis_rules
 from tests.support import tiny
 from tests.support.marks import mark_slow
 
@@ -103,7 +102,7 @@ def test_variables_that_flax_freezes():
 
 def test_stacks_are_divided_as_their_layers_are():
     mesh = AbstractMesh((4, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with axis_rules(mesh, rules.PRESETS["fsdp"].rules()):
+    with axis_rules(mesh, PRESETS["fsdp"].rules()):
         traced = jax.make_jaxpr(lambda: _made(Transformer(tiny.T5_1_1)))()
     layers = {tiny.T5_1_1.num_encoder_layers, tiny.T5_1_1.num_decoder_layers}
     found = {

@@ -17,8 +17,8 @@ from t5x.partitioning import (
     partitioner,
     standard_logical_axis_rules,
 )
+from t5x.partitioning.logical import model_axis
 from t5x.partitioning.partitioner import compiler_options
-from t5x.partitioning.rules import model_axis
 from tests.support.paths import REPO
 from tests.support.programs import run_python
 

@@ -10,8 +10,7 @@ import types
 import pytest
 
 from t5x.partitioning import watch
-from t5x.partitioning.link import Channel
-from t5x.partitioning.rendezvous import Member
+from t5x.partitioning.rendezvous import Channel, Member
 from t5x.partitioning.watch import PeerWatcher
 
 

@@ -12,7 +12,7 @@ from t5x._runtime.errors import UserError, located
 from t5x.apps.answering.answers import FIELDS, AnswerOptions, answer, windows_of
 from t5x.apps.answering.squad import read_squad, text_field
 from t5x.data.data_description import DataDescription
-from t5x.files import text_lines
+from t5x.files import user_files
 from t5x.inference.input_lines import ExampleFile, Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
@@ -63,7 +63,7 @@ class QuestionLines(Lines):
         elif not isinstance(example["id"], str | int):
             raise UserError(f'{self.where(number)}: "id" must be a string or an integer.')
         else:
-            text_lines.check_unicode(str(example["id"]), f'{self.where(number)}: "id"')
+            user_files.check_unicode(str(example["id"]), f'{self.where(number)}: "id"')
         return super()._line(number, raw, example)
 
 

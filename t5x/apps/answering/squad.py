@@ -9,7 +9,7 @@ from typing import Any
 
 from t5x._runtime.errors import UserError, located
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
-from t5x.files import text_lines, user_files
+from t5x.files import user_files
 from t5x.files.local_copies import LocalCopy
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     """
     name = os.fspath(path) if name is None else name
     raw = user_files.read_bytes(path).removeprefix(codecs.BOM_UTF8)
-    content = text_lines.parsed(text_lines.decoded(raw, name), name)
+    content = user_files.parsed(user_files.decoded(raw, name), name)
     by_id: dict[str, tuple[str, Question]] = {}
     with located(name):
         for where, question in _questions(content):
@@ -125,7 +125,7 @@ def text_field(parent: Mapping[str, Any], field: str, where: str) -> str:
         raise UserError(f"{where} has no string {field!r}.")
     if not text.strip():
         raise UserError(f"{where} has an empty {field!r}.")
-    text_lines.check_unicode(text, f"{where}, {field!r},")
+    user_files.check_unicode(text, f"{where}, {field!r},")
     return text
 
 

@@ -17,7 +17,7 @@ from t5x.models import BaseTransformerModel, EncoderDecoderModel
 from t5x.network import T5Config, Transformer, flops, is_ours
 from t5x.network.config import REMAT_POLICIES
 from t5x.optimizers.adafactor import Adafactor
-from t5x.partitioning import PjitPartitioner, rules
+from t5x.partitioning import PjitPartitioner, logical
 from t5x.telemetry.devices import TERA, Topology
 from t5x.trainer.abstract_run import abstract_trainer
 from t5x.trainer.state_layout import StateLayout
@@ -123,8 +123,8 @@ class Estimate:
 def meshes(run: PlannedRun, topology: Topology) -> dict[str, tuple[int, int] | str]:
     """Return {preset: its (data, model) mesh, or the reason why it cannot be used}; for one device, only `dp`."""
     result: dict[str, tuple[int, int] | str] = {}
-    for name in ("dp",) if topology.devices == 1 else rules.PRESETS:
-        model = rules.model_axis(name, topology.devices, [topology.per_machine])
+    for name in ("dp",) if topology.devices == 1 else logical.PRESETS:
+        model = logical.model_axis(name, topology.devices, [topology.per_machine])
         rows = topology.devices // model * run.microbatches
         if topology.devices % model:
             result[name] = f"machines of {model} devices do not divide {topology.devices}"
@@ -152,7 +152,7 @@ def estimate(run: PlannedRun, topology: Topology, preset: str, mesh: tuple[int, 
 
 
 def layout_of(run: PlannedRun, preset: str, model: int) -> StateLayout:
-    has_model_axis = rules.preset_named(preset).model_parallel
+    has_model_axis = logical.preset_named(preset).model_parallel
     partitioner = PjitPartitioner(preset=preset, num_partitions=model if has_model_axis else None)
     run = run.with_config(attention_backend="xla")  # a CPU has no other
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
@@ -179,7 +179,7 @@ def peak_memory(run: PlannedRun, share: Share, layout: StateLayout, preset: str,
     cfg, parameters = run.config, memory.state_bytes(layout.abstract.params)
     item = jnp.dtype(cfg.dtype).itemsize
     copies = 0.0
-    if rules.preset_named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
+    if logical.preset_named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
         layers = max(getattr(cfg, name, 0) for name in ("num_encoder_layers", "num_decoder_layers", "num_layers"))
         copies = 2 * item * layout.num_params / share.model / layers
     elif item < 4:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from t5x._runtime.errors import UserError
-from t5x.files import text_lines
+from t5x.files import user_files
 from t5x.files.remote import is_remote
-from t5x.files.text_lines import TextLine, can_seek
-from t5x.files.user_files import expand, open_binary
+from t5x.files.user_files import TextLine, can_seek, expand, open_binary
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +33,13 @@ def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
     Args:
       name: name of the file in messages; None is the path.
     """
-    return (line for line in text_lines.read_lines(path, name) if line is not None and line.content.strip())
+    return (line for line in user_files.read_lines(path, name) if line is not None and line.content.strip())
 
 
 def fields_of(line: TextLine) -> dict[str, Any] | list[str]:
     """Return the JSON object of the line or, if it does not begin with {, its tab-separated fields."""
     text = line.text()
-    return text_lines.parsed(text, line.where) if text.lstrip().startswith("{") else text.split("\t")
+    return user_files.parsed(text, line.where) if text.lstrip().startswith("{") else text.split("\t")
 
 
 def find_id(record: Mapping[str, Any], names: Sequence[str], where: str) -> str | None:
@@ -49,7 +48,7 @@ def find_id(record: Mapping[str, Any], names: Sequence[str], where: str) -> str 
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise UserError(f'{where}: "{name}" is {value!r}; an id must be a string or an integer.')
-            text_lines.check_unicode(str(value), f'{where}: "{name}"')
+            user_files.check_unicode(str(value), f'{where}: "{name}"')
             return str(value)
     return None
 
@@ -62,7 +61,7 @@ def find_text(record: Mapping[str, Any], names: Sequence[str], where: str, *, al
                 raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}; it must be a string.')
             if not allow_blank and not value.strip():
                 raise UserError(f'{where}: "{name}" is empty.')
-            text_lines.check_unicode(value, f'{where}: "{name}"')
+            user_files.check_unicode(value, f'{where}: "{name}"')
             return value
     raise UserError(f"{where} has no {' or '.join(names[:2])} (fields: {', '.join(list(record)[:8]) or 'none'}).")
 

@@ -31,7 +31,7 @@ from t5x.apps.ranking.passage_files import (
 from t5x.apps.ranking.trec_files import check_id, read_run
 from t5x.data.file_tasks import ENDINGS, ending_of, source_of
 from t5x.data.sources import DataSource
-from t5x.files.text_lines import decoded, parsed
+from t5x.files.user_files import decoded, parsed
 from t5x.metrics.ranking import Run, ranked
 
 log = logging.getLogger(__name__)

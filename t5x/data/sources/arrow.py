@@ -20,8 +20,7 @@ from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.files import user_files
 from t5x.files.disk_space import human_size
-from t5x.files.local_copies import LocalCopy
-from t5x.files.random_access import LocalFile
+from t5x.files.local_copies import LocalCopy, LocalFile
 from t5x.files.remote import is_remote
 from t5x.files.storage_errors import first_line
 

@@ -13,9 +13,8 @@ import numpy as np
 from t5x._runtime.errors import UserError, shorten
 from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
-from t5x.files.local_copies import LocalCopy
-from t5x.files.random_access import LocalFile
-from t5x.files.text_lines import not_utf8
+from t5x.files.local_copies import LocalCopy, LocalFile
+from t5x.files.user_files import not_utf8
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = ord("\n")

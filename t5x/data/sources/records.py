@@ -16,10 +16,9 @@ from t5x._runtime.errors import UserError
 from t5x.data.sources.base import MalformedRecord
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
-from t5x.files import random_access
+from t5x.files import local_copies
 from t5x.files.digests import masked_crc32c
-from t5x.files.local_copies import LocalCopy
-from t5x.files.random_access import LocalFile
+from t5x.files.local_copies import LocalCopy, LocalFile
 from t5x.files.storage_errors import first_line
 
 _HEADER = struct.Struct("<QI")
@@ -79,7 +78,7 @@ class RecordFile:
         offsets, headers = [0], bytearray()
         while (start := offsets[-1]) < size:
             # Index all records that end in this window without another read.
-            window = self._file.read(start, min(start + random_access.CHUNK, size))
+            window = self._file.read(start, min(start + local_copies.CHUNK, size))
             first = len(offsets) - 1
             offset = 0
             while offset + _HEADER.size <= len(window):
