@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 Fingerprint = dict[str, Any]
 
-_FORMAT = 2
-_OLDER_FORMAT = 1  # the hashes of code are of bytecode
+_FORMAT = 2  # 1: the hashes of code were of bytecode
 _JSON_TYPES = (type(None), bool, int, float, str)
 _NOT_OF_A_CONVERTER = ("trimmed", "_apply_length_check")
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -40,7 +39,13 @@ def start_fingerprint(
         "lengths": dict(lengths),
         "converter": {"name": type(converter).__name__, "arguments": _json_values(settings),
                       "hash": _hash((type(converter), settings))},
-        "tasks": {pipeline.name: _describe_task(pipeline) for pipeline in pipelines},
+        "tasks": {
+            pipeline.name: {
+                "preprocessors": [_describe_step(step) for step in pipeline.preprocessors],
+                "features": describe_features(pipeline.output_features, _hash),
+            }
+            for pipeline in pipelines
+        },
     }  # fmt: skip
     contents = {pipeline.name: try_fingerprint(pipeline.content_fingerprint, pipeline.name) for pipeline in pipelines}
     result: Future[Fingerprint] = Future()
@@ -56,13 +61,6 @@ def start_fingerprint(
 
     threading.Thread(target=finish, name="t5x-fingerprint", daemon=True).start()
     return result
-
-
-def _describe_task(pipeline: Pipeline) -> dict[str, Any]:
-    return {
-        "preprocessors": [_describe_step(step) for step in pipeline.preprocessors],
-        "features": describe_features(pipeline.output_features, _hash),
-    }
 
 
 def describe_features(features: Mapping[str, Feature], hash_vocabulary: Callable[[Any], str]) -> dict[str, Any]:
@@ -121,40 +119,31 @@ def try_fingerprint(function: Callable[[], Any], task: str) -> Any:
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints. Log what cannot be compared."""
-    if before["format"] not in (_OLDER_FORMAT, now["format"]):
+    if before["format"] != now["format"]:
         logger.info("the data fingerprint has another version: cannot check whether the data has changed")
         return []
-    compare_code = before["format"] == now["format"]
-    if not compare_code:
-        logger.info(
-            "an earlier version of t5x saved the data fingerprint: comparing preprocessors by name and arguments only"
-        )
     changes = list(changed_values("the length of", before["lengths"], now["lengths"]))
-    changes += _changed_call("feature converter", before["converter"], now["converter"], compare_code)
+    changes += _changed_call("feature converter", before["converter"], now["converter"])
     several = len(now["tasks"]) > 1
     for name in before["tasks"].keys() & now["tasks"].keys():  # the loader reports other names
         stored, current = before["tasks"][name], now["tasks"][name]
         if stored["source"] is None or current["source"] is None:
             logger.info("task %r: no fingerprint of its source, or of its cache's: cannot check for changes", name)
-        of_task = changed_task(stored, current, compare_code)
+        of_task = changed_task(stored, current)
         changes += [f"task {name}: {change}" if several else change for change in of_task]
     return changes
 
 
-def changed_task(before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool = True) -> Iterator[str]:
-    """Describe the changes of a task's source, preprocessors and features.
-
-    Args:
-      compare_code: False ignores hashes of code.
-    """
+def changed_task(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Describe the changes of a task's source, preprocessors and features."""
     if before["source"] is not None and now["source"] is not None:
-        yield from _changed_source(before["source"], now["source"], compare_code)
+        yield from _changed_source(before["source"], now["source"])
     steps = [[step["name"] for step in task["preprocessors"]] for task in (before, now)]
     if steps[0] != steps[1]:
         yield f"the preprocessors were {' and are '.join(', '.join(names) or 'none' for names in steps)}"
     else:
         for stored, current in zip(before["preprocessors"], now["preprocessors"], strict=True):
-            yield from _changed_call("preprocessor", stored, current, compare_code)
+            yield from _changed_call("preprocessor", stored, current)
     for feature in dict(before["features"] | now["features"]):
         stored, current = before["features"].get(feature), now["features"].get(feature)
         if stored is None or current is None:
@@ -166,12 +155,12 @@ def changed_task(before: Mapping[str, Any], now: Mapping[str, Any], compare_code
             yield from changed_values(f"feature {feature!r}:", *settings)
 
 
-def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool) -> Iterator[str]:
+def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     name = now.get("class")
     if before.get("class") != name:
         yield f"the source was a {before.get('class')} and is a {name}"
         return
-    if compare_code and not same_code(before.get("settings", ""), now.get("settings", "")):
+    if not same_code(before.get("settings", ""), now.get("settings", "")):
         yield f"the arguments or code of the source {name} have changed"
     files, files_now = before.get("files", []), now.get("files", [])
     if len(files) != len(files_now):
@@ -186,13 +175,13 @@ def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], compare_c
         yield f"the examples of the source {name} have changed"
 
 
-def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any], compare_code: bool) -> Iterator[str]:
+def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if before["name"] != now["name"]:
         yield f"the {what} was {before['name']} and is {now['name']}"
         return
     arguments = (call.get("arguments", {}) for call in (before, now))
     changed = list(changed_values(f"{what} {now['name']}:", *arguments))
-    if compare_code and not changed and not same_code(before["hash"], now["hash"]):
+    if not changed and not same_code(before["hash"], now["hash"]):
         changed = [f"the {what} {now['name']}, its arguments or a function it calls has changed"]
     yield from changed
 

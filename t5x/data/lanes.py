@@ -99,13 +99,11 @@ class Stream:
         self._bad = bad
         self._block: list[tuple[int, int]] = []  # (epoch, index) of some cursors, from _block_start on
         self._block_start = 0
-        self._ahead: dict[int, list[Example] | BadExample] = {}  # outputs of some cursors
-        self._run = 1  # number of cursors to read at once
         self._read: tuple[int, list[Example], int] | None = None  # cursor, outputs, source index
         self._piece: tuple[Position, Position, list[Example], int] | None = None
 
     def seek(self, position: Position) -> None:
-        self.position, self._ahead, self._read, self._piece = position, {}, None, None
+        self.position, self._read, self._piece = position, None, None
 
     def next(self) -> tuple[Example, int]:
         """Return (example, source index) and advance `position` past it."""
@@ -133,17 +131,9 @@ class Stream:
         if not 0 <= cursor - self._block_start < len(self._block):
             self._block_start = cursor
             self._block = self._order.block(self._place(cursor), self._batch_size, _BLOCK)
-        offset = cursor - self._block_start
-        epoch, index = self._block[offset]
+        epoch, index = self._block[cursor - self._block_start]
         try:
-            if not self._pipeline.may_read_ahead:
-                return self._pipeline.outputs(epoch, index), index
-            if cursor not in self._ahead:
-                run = self._pipeline.outputs_of(self._block[offset : offset + self._run])
-                self._ahead = dict(enumerate(run, cursor))
-            if isinstance(outputs := self._ahead.pop(cursor), BadExample):
-                raise outputs
-            return outputs, index
+            return self._pipeline.outputs(epoch, index), index
         except BadExample as error:
             self._bad.add(error)
             return [], index
@@ -187,7 +177,6 @@ class Stream:
             missing -= len(tokens)
             end = position.offset + len(tokens)
             position = position._replace(offset=end) if end < len(document) else self._position_after(position, outputs)
-        self._run = 1 + position.cursor - start.cursor  # the next piece will likely need as many
         place = (self._place(start.cursor), start.used, start.offset)
         return start, position, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
 

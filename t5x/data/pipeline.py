@@ -83,8 +83,6 @@ class Pipeline:
         numbered = [_Step(function, available, number) for number, function in enumerate(steps[:end])]
         self._steps = numbered[cached.steps if cached else 0 :]
         self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[end + 1 :])]
-        # Truncations must be counted with the batch they belong to.
-        self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
     def __len__(self) -> int:
         """Return the number of source examples; preprocessors may return more or fewer."""
@@ -115,19 +113,6 @@ class Pipeline:
         """
         examples = self.unfinished(epoch, index)
         return examples if self.pieces else [self._finish(example, index) for example in examples]
-
-    def outputs_of(self, places: Sequence[tuple[int, int]]) -> list[list[Example] | BadExample]:
-        """Return `outputs` of several (epoch, index) before joining; a bad example is returned as its error.
-
-        Each preprocessor runs over all of them before the next one starts. This is faster because its code and data
-        stay in the processor's caches.
-        """
-        outputs = [_or_bad(self._read, index) for _, index in places]
-        for step in self._steps:
-            for i, place in enumerate(places):
-                if outputs[i] and not isinstance(outputs[i], BadExample):
-                    outputs[i] = _or_bad(self._apply, step, outputs[i], place, place[1])
-        return outputs
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
@@ -250,13 +235,6 @@ class Pipeline:
             except ValueError as error:
                 raise BadExample(f"{self.location(index)}: feature {name!r} of task {self.name} {error}") from error
         return example
-
-
-def _or_bad(function: Callable[..., list[Example]], *args: Any) -> list[Example] | BadExample:
-    try:
-        return function(*args)
-    except BadExample as error:
-        return error
 
 
 class _MissingField(KeyError):
