@@ -35,7 +35,7 @@ from t5x.data import (
     preprocessors,
 )
 from t5x.data.dataset_config import DatasetConfig
-from t5x.data.example_order import Order
+from t5x.data.lanes import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import check_split, task_rates
 from t5x.models import BaseTransformerModel

@@ -24,7 +24,7 @@ from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.dataset_config import import_task_module
 from t5x.data.lanes import BadExamples
-from t5x.data.pipeline import Pipeline
+from t5x.data.pipeline import Feature, Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.data.sources import (
     BadExample,
@@ -35,7 +35,6 @@ from t5x.data.sources import (
     TsvDataSource,
 )
 from t5x.data.sources.files import Patterns
-from t5x.data.specs import Feature
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 

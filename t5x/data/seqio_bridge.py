@@ -32,9 +32,8 @@ import numpy as np
 from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, example_encoding
 from t5x.data.content_hashes import fingerprint
-from t5x.data.pipeline import Pipeline, Preprocessor, name_of
+from t5x.data.pipeline import Feature, Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
-from t5x.data.specs import Feature
 from t5x.data.tasks import Mixture, Task, other_registries
 from t5x.data.vocabularies import as_vocabulary
 from t5x.files import atomic, cache_directory, locks

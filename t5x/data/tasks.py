@@ -12,9 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from t5x._runtime import imports
 from t5x._runtime.errors import UserError
 from t5x.data import cache_reader
-from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
+from t5x.data.pipeline import Feature, Pipeline, Preprocessor, count_cacheable
 from t5x.data.sources import DataSource
-from t5x.data.specs import Feature
 
 logger = logging.getLogger(__name__)
 

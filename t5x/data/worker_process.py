@@ -16,9 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
-from t5x._runtime import imports
+from t5x._runtime import PACKAGE, imports
 from t5x._runtime.errors import TemporaryError, UserError
-from t5x._runtime.version import PACKAGE
 from t5x.data import example_encoding
 from t5x.data.dataset_config import imported_task_modules
 from t5x.data.sources import BadExample

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.data.specs import Feature
+from t5x.data.pipeline import Feature
 
 Example = dict[str, Any]
 
