@@ -30,6 +30,8 @@ _HINTS = {
     "tensorflow_datasets": f"{_INSTALL_TF}.",
     "tensorflow_text": f"{_INSTALL_TF}.",
 }
+# {module: what stands in for it if it, or a package that it needs, is not installed}
+_FALLBACKS = dict.fromkeys(("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks"), "t5x.examples.t5_tasks")
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -76,20 +78,16 @@ def _importing_package() -> str:
     return ""
 
 
-def import_module(name: str, fallbacks: Mapping[str, str]) -> ModuleType:
-    """Import a module that the user names: an installed one, or else one in the working directory.
-
-    Args:
-      fallbacks: modules that are replaced by another if they, or packages that they need, are not installed.
-    """
+def import_module(name: str) -> ModuleType:
+    """Import a module that the user names: an installed one, or else one in the working directory."""
     allow(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if name not in fallbacks:
+        if name not in _FALLBACKS:
             raise
-        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, fallbacks[name])
-        return importlib.import_module(fallbacks[name])
+        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, _FALLBACKS[name])
+        return importlib.import_module(_FALLBACKS[name])
 
 
 def allow(name: str, *directories: str) -> None:

@@ -232,7 +232,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in submodules:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = imports.import_module(statement.module, state.fallbacks)
+            module = imports.import_module(statement.module)
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error

@@ -78,7 +78,6 @@ class State:
     Attributes:
       entry_points: functions that `import __main__` offers, by name.
       stand_ins: packages whose imports mean another module, and that module.
-      fallbacks: modules that mean another module if they cannot be imported, and that module.
       dynamic: whether any file uses dynamic registration.
       imports: all imports, in order.
       sources: how to name a configurable: its import, and its path in that module.
@@ -87,7 +86,6 @@ class State:
 
     entry_points: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     stand_ins: dict[str, str] = dataclasses.field(default_factory=dict)
-    fallbacks: dict[str, str] = dataclasses.field(default_factory=dict)
     dynamic: bool = False
     imports: list[Import] = dataclasses.field(default_factory=list)
     sources: dict[str, tuple[ImportStatement, str]] = dataclasses.field(default_factory=dict)

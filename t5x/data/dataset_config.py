@@ -91,9 +91,7 @@ def import_task_module(name_or_file: str) -> ModuleType:
         raise UserError(f"There is no file {name_or_file} to import tasks from ({path}).")
     try:
         if path is None:
-            from t5x.configuration import FALLBACKS  # imports gin
-
-            return imports.import_module(name_or_file, FALLBACKS)
+            return imports.import_module(name_or_file)
         module = _task_modules[path] = _import_file(path)
         return module
     except ModuleNotFoundError as error:

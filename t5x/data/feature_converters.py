@@ -335,9 +335,7 @@ class DecoderFeatureConverter(FeatureConverter):
         return (_decoder_length(task_feature_lengths),) if self.pack else (1,)
 
     def sizes(self, example: Example, task_feature_lengths: Lengths, trim: bool = True) -> tuple[int, ...]:
-        if not self.pack:
-            return (1,)
-        return (sum(map(len, self._ids_of(example, task_feature_lengths, trim, count=False))),)
+        return (sum(super().sizes(example, task_feature_lengths, trim)),)
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         super().check(available, task_feature_lengths, task_name)
