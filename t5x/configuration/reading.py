@@ -11,10 +11,10 @@ from typing import Any
 
 from gin import config, config_parser
 
-from t5x._runtime.errors import did_you_mean
+from t5x._runtime.errors import did_you_mean, display_path
 from t5x.configuration import state as states
 from t5x.configuration.names import FileNames, configurable
-from t5x.configuration.state import ConfigurationError, Origin, combine_errors, display_path
+from t5x.configuration.state import ConfigurationError, Origin, combine_errors
 from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value, parameters_of
 
 STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}

@@ -5,7 +5,6 @@ Gin itself holds the values.
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import gin
 from gin import config
 from gin.config_parser import ImportStatement
 
-from t5x._runtime.errors import ArgumentError
+from t5x._runtime.errors import ArgumentError, display_path
 from t5x.configuration.values import MACRO, ParsedReference, map_value
 
 
@@ -44,12 +43,6 @@ class Origin:
         """Return the problem with its place, followed by the line itself."""
         line = "" if self.path is None or not self.text.strip() else f"\n    {self.text.strip()}"
         return f"{self}: {problem}{line}"
-
-
-def display_path(path: str) -> str:
-    """Return `path` relative to the working directory if it is inside it, else the absolute path."""
-    relative = os.path.relpath(path)
-    return os.path.abspath(path) if relative.startswith(os.pardir) else relative
 
 
 def combine_errors(problems: Sequence[str], headline: str) -> ConfigurationError:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -94,20 +93,8 @@ def import_task_module(name_or_file: str) -> ModuleType:
             return imports.import_module(name_or_file)
         module = _task_modules[path] = _import_file(path)
         return module
-    except ModuleNotFoundError as error:
-        if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
-            hint = imports.install_hint(error.name) or (
-                " Install its package, start t5x in its directory, or pass the path of the .py file."
-            )
-            raise UserError(f"There is no module {error.name!r} to import tasks from.{hint}") from error
-        hint = imports.install_hint(error.name)
-        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{hint}") from error
-    except UserError:
-        raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise UserError(f"Importing {name_or_file} failed: {type(error).__name__}: {error}{where}.") from error
+        raise UserError(f"Importing {name_or_file} failed: {imports.explain(error)}") from error
 
 
 def _import_file(path: str) -> ModuleType:
