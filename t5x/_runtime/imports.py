@@ -168,3 +168,13 @@ def import_extra(module: str, needs: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{needs} ({error}).") from error
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    import importlib.metadata  # not needed to start a command
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

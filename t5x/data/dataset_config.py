@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib
 import importlib.util
 import os
 import re
@@ -104,11 +103,9 @@ def _import_file(path: str) -> ModuleType:
     name = re.sub(r"\W", "_", os.path.basename(path).removesuffix(".py"))
     imports.allow(name, os.path.dirname(path))
     spec = importlib.util.find_spec(name)
-    if spec is not None and os.path.realpath(spec.origin or "") == path:
-        return importlib.import_module(name)
-    # Another module already has that name.
-    name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or os.path.realpath(spec.origin or "") != path:  # another module has that name
+        name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+        spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} cannot be imported. Its name must end in .py.")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

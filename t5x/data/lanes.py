@@ -27,8 +27,8 @@ Row = dict[str, np.ndarray]
 _LOGGED = 5
 _BLOCK = 256
 _FRUITLESS_EPOCHS = 10
-_ROUNDS = 16
-_MASK = (1 << 64) - 1
+_SHUFFLE_ROUNDS = 16
+_LOW_64_BITS = (1 << 64) - 1
 
 
 def shuffled(index: int, size: int, key: int) -> int:
@@ -55,7 +55,7 @@ def _permuted(index: Any, size: int, key: Any) -> Any:
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     left, right = divmod(index, columns)
-    for round_number in range(0, _ROUNDS, 2):
+    for round_number in range(0, _SHUFFLE_ROUNDS, 2):
         left = (left + mix(key + round_number, right) % rows) % rows
         right = (right + mix(key + round_number + 1, left) % columns) % columns
     return left * columns + right
@@ -63,9 +63,9 @@ def _permuted(index: Any, size: int, key: Any) -> Any:
 
 def mix(key: Any, value: Any) -> Any:
     """Return a 64-bit hash of two numbers, or of two arrays of uint64."""
-    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _LOW_64_BITS
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LOW_64_BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LOW_64_BITS
     return mixed ^ (mixed >> 31)
 
 

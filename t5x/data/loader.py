@@ -307,7 +307,11 @@ class LocalRows:
 
 
 class WorkerRows:
-    """Rows made by `count` processes; the i-th row belongs to worker i % count."""
+    """Rows made by `count` processes; the i-th row belongs to worker i % count.
+
+    A worker receives the `LaneConfig` once, then the positions to start from. It sends rows endlessly; the connection
+    blocks it while nobody reads.
+    """
 
     def __init__(self, config: LaneConfig, rows: Sequence[int], count: int):
         work = worker_process.pickled(config, "Set utils.DatasetConfig.num_workers=0")

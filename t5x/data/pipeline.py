@@ -209,14 +209,10 @@ class Pipeline:
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
-        return self._run(self._steps, self._read(index), (epoch, index), index)
-
-    def _read(self, index: int) -> list[Example]:
-        if self.cached is None:
-            return [self._source.example(self.split, index)]
-        if not (examples := self.cached.examples(index)):
+        examples = self.cached.examples(index) if self.cached else [self._source.example(self.split, index)]
+        if not examples:
             self.dropped["cached preprocessors"] += 1
-        return examples
+        return self._run(self._steps, examples, (epoch, index), index)
 
     def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
         """Return the finished examples made from a piece of joined examples.
@@ -251,9 +247,7 @@ class Pipeline:
 
     def _run(self, steps: Sequence["_Step"], examples: list[Example], place: Place, index: int) -> list[Example]:
         for step in steps:
-            if not examples:
-                break
-            examples = self._apply(step, examples, place, index)
+            examples = self._apply(step, examples, place, index) if examples else []
         return examples
 
     def _apply(self, step: "_Step", examples: list[Example], place: Place, index: int) -> list[Example]:

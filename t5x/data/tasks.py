@@ -107,8 +107,7 @@ class Task:
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""
-        steps = self.preprocessors
-        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
+        return Pipeline(self.name, self.source, split, self.preprocessors, self.output_features, sequence_length, seed)
 
     def why_not_cached(self) -> str | None:
         """Return why a cache of this task would be empty, or None."""
