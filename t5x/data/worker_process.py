@@ -95,9 +95,9 @@ class Worker:
         return answer
 
     def stop(self) -> None:
+        # The channel is closed with this object: a thread may still read from it.
         self._process.kill()
         self._process.wait()
-        self._channel.close()
 
     def _died(self) -> UserError:
         code = self._process.wait()
