@@ -119,7 +119,7 @@ def try_fingerprint(function: Callable[[], Any], task: str) -> Any:
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints. Log what cannot be compared."""
     if before["format"] != now["format"]:
-        logger.info("the data fingerprint has another version: cannot check whether the data has changed")
+        logger.info("the saved data fingerprint is of another version of t5x: it cannot be compared")
         return []
     changes = list(changed_values("the length of", before["lengths"], now["lengths"]))
     changes += _changed_call("feature converter", before["converter"], now["converter"])

@@ -321,7 +321,7 @@ def test_a_fingerprint_of_another_format_is_not_compared(write, caplog):
     state["fingerprint"]["format"] = 1
     now = loader(file_task(path, "new: "))
     assert now.changes(state, now.start_fingerprint().result(60)) == []
-    assert "another version" in caplog.text
+    assert "another version of t5x" in caplog.text
 
 
 def test_code_without_source_is_not_compared_between_versions_of_python():
