@@ -14,7 +14,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").p
 
 import os
 
-from t5x._runtime.version import __version__ as __version__
+from t5x._runtime import __version__ as __version__
 
 TYPE_CHECKING = False  # without the import of `typing`: until the program handles signals, Ctrl-C shows a traceback
 if TYPE_CHECKING:

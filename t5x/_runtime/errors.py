@@ -1,6 +1,7 @@
 """Errors that the user can fix, and parts of their messages."""
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 
 
@@ -50,6 +51,12 @@ def shorten(value: object, limit: int = 80) -> str:
         return repr(value if len(value) <= limit else f"{value[: limit - 1]}…")
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def display_path(path: str) -> str:
+    """Return `path` relative to the working directory if it is inside it, else the absolute path."""
+    relative = os.path.relpath(path)
+    return os.path.abspath(path) if relative.startswith(os.pardir) else relative
 
 
 def did_you_mean(name: str, candidates: Iterable[str] | Mapping[str, str]) -> str:

@@ -8,13 +8,15 @@ names, and for modules that these import. Installed modules take precedence.
 import importlib
 import logging
 import os
+import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
 
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, did_you_mean, display_path
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ _HINTS = {
     "tensorflow_datasets": f"{_INSTALL_TF}.",
     "tensorflow_text": f"{_INSTALL_TF}.",
 }
+# {module: what stands in for it if it, or a package that it needs, is not installed}
+_FALLBACKS = dict.fromkeys(("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks"), "t5x.examples.t5_tasks")
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -76,20 +80,16 @@ def _importing_package() -> str:
     return ""
 
 
-def import_module(name: str, fallbacks: Mapping[str, str]) -> ModuleType:
-    """Import a module that the user names: an installed one, or else one in the working directory.
-
-    Args:
-      fallbacks: modules that are replaced by another if they, or packages that they need, are not installed.
-    """
+def import_module(name: str) -> ModuleType:
+    """Import a module that the user names: an installed one, or else one in the working directory."""
     allow(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if name not in fallbacks:
+        if name not in _FALLBACKS:
             raise
-        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, fallbacks[name])
-        return importlib.import_module(fallbacks[name])
+        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, _FALLBACKS[name])
+        return importlib.import_module(_FALLBACKS[name])
 
 
 def allow(name: str, *directories: str) -> None:
@@ -99,20 +99,34 @@ def allow(name: str, *directories: str) -> None:
     importlib.invalidate_caches()
 
 
-def install_hint(module: str | None) -> str:
-    """Return a sentence, after a space, on what to do without a package that t5x does not need itself; or nothing."""
-    hint = _HINTS.get((module or "").partition(".")[0])
-    return f" {hint}" if hint else ""
+def explain(error: Exception) -> str:
+    """Return what went wrong when a module of the user was imported, where, and how to fix it."""
+    if isinstance(error, UserError):
+        return str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    in_module = frames[-1].filename not in (__file__, importlib.__file__)
+    position = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if in_module else ""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"{type(error).__name__}: {error}{position}."
+    package = error.name.partition(".")[0]
+    hint = f" {_HINTS[package]}" if package in _HINTS else "" if in_module else _suggest_module(error.name)
+    return f"there is no module {error.name!r}{position}.{hint}"
+
+
+def _suggest_module(missing: str) -> str:
+    """Return a sentence, after a space, on what to import instead of a module that does not exist."""
+    parent, _, name = missing.rpartition(".")
+    package = sys.modules.get(parent)
+    if hasattr(package, name):
+        return f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
+    path = getattr(package, "__path__", ()) if parent else [*sys.path, *_finder.directories]
+    suggestion = did_you_mean(name, [module.name for module in pkgutil.iter_modules(path)])
+    return suggestion or " Install its package, start t5x in its directory, or name a .py file with --import."
 
 
 def trust(module: str) -> None:
     """Let a module that was loaded from a file import others from the users' directories."""
     _finder.loaded.add(module)
-
-
-def directories() -> Sequence[str]:
-    """Return the directories in which modules that the user names are found."""
-    return _finder.directories
 
 
 def snapshot() -> tuple[list[str], list[str]]:
@@ -154,3 +168,13 @@ def import_extra(module: str, needs: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{needs} ({error}).") from error
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    import importlib.metadata  # not needed to start a command
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -11,13 +11,11 @@ import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.cli.text_page import TextPage
-from t5x.data.example_order import Order
 from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter, FeatureConverter
-from t5x.data.lanes import BadExamples, Stream
+from t5x.data.lanes import BadExamples, Order, Stream
 from t5x.data.loader import measure_lengths
-from t5x.data.pipeline import Example, Pipeline
+from t5x.data.pipeline import Example, Pipeline, generator
 from t5x.data.sources import BadExample
-from t5x.data.specs import generator
 from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.data.vocabularies import Vocabulary
 

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5x import configuration
-from t5x._runtime import startup
+from t5x._runtime import PACKAGE, startup
 from t5x._runtime.errors import UserError
-from t5x._runtime.version import PACKAGE
 from t5x.cli.file_options import FileTraining, write_command
 from t5x.configuration import gin_utils
 from t5x.data.data_description import DataDescription, field_names

@@ -15,9 +15,9 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
+from t5x._runtime import PACKAGE, __version__
 from t5x._runtime.errors import UserError, did_you_mean
 from t5x._runtime.signals import EXIT_CODES, Terminated, leave_at_once
-from t5x._runtime.version import PACKAGE, __version__
 from t5x.cli.verbs import VERBS, import_verb
 
 USAGE = """\

@@ -16,5 +16,5 @@ mean modules of this package. Python's own imports are not affected.
 
 from t5x.configuration.checking import check, configured, entry_points_in_use, root_cause, user_message
 from t5x.configuration.printing import bindings, config_str, resolved_str
-from t5x.configuration.reading import FALLBACKS, STAND_INS, parse, rewrite_gin_args, split_gin_args
+from t5x.configuration.reading import STAND_INS, parse, rewrite_gin_args, split_gin_args
 from t5x.configuration.state import ConfigurationError, clear

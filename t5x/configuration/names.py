@@ -3,9 +3,7 @@
 import contextlib
 import importlib
 import inspect
-import pkgutil
 import sys
-import traceback
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -15,8 +13,8 @@ from gin import config
 from gin.config_parser import ImportStatement, Location
 
 from t5x._runtime import imports
-from t5x._runtime.errors import UserError, did_you_mean
-from t5x.configuration.state import ConfigurationError, Import, State, bindings, display_path
+from t5x._runtime.errors import did_you_mean
+from t5x.configuration.state import ConfigurationError, Import, State, bindings
 
 _MISSING = object()
 # {module or package that files of earlier versions name: where it is now}; the first one that fits counts
@@ -232,10 +230,10 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in submodules:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = imports.import_module(statement.module, state.fallbacks)
+            module = imports.import_module(statement.module)
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
-        raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error
+        raise ConfigurationError(f"`{statement.format()}` failed: {imports.explain(error)}") from error
     return module if statement.is_from or statement.alias else package
 
 
@@ -248,22 +246,3 @@ def _main(state: State) -> types.ModuleType:
         vars(main).update({name: getattr(module, name) for name in getattr(module, "__all__", ())})
     vars(main).update(state.entry_points)
     return main
-
-
-def _explain_import(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    outside = frames[-1].filename not in (__file__, importlib.__file__, imports.__file__)
-    position = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
-    hint = ""
-    if isinstance(error, ModuleNotFoundError) and error.name and not outside:
-        parent, _, name = error.name.rpartition(".")
-        package = sys.modules.get(parent)
-        path = getattr(package, "__path__", ()) if parent else [*sys.path, *imports.directories()]
-        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(path)])
-        if hasattr(package, name):
-            hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
-    if isinstance(error, ModuleNotFoundError):
-        hint = imports.install_hint(error.name) or hint
-    return f"{type(error).__name__}: {error}{position}.{hint}"

@@ -124,13 +124,9 @@ def _render(state: states.State, line: Callable[[Printer, states.Key, Any], str]
     sections: dict[tuple[str, str], list[str]] = {}
     for key, value in sorted(states.bindings(), key=lambda binding: binding[0]):
         scope, selector, _ = key
-        name = printer.selector(selector)
-        order = (
-            ("", "# Macros:")
-            if selector == MACRO
-            else (name.lower(), f"# Parameters for {printer.selector(selector, scope)}:")
-        )
-        sections.setdefault(order, []).append(line(printer, key, value))
+        name = "" if selector == MACRO else printer.selector(selector)
+        title = f"# Parameters for {printer.selector(selector, scope)}:" if name else "# Macros:"
+        sections.setdefault((name.lower(), title), []).append(line(printer, key, value))
     body = [text for (_, title), lines in sorted(sections.items()) for text in (title, _RULE, *lines, "")]
     head = ["from __gin__ import dynamic_registration"] * state.dynamic + printer.import_lines
     return "\n".join([*head, *([""] if head else []), *body])

@@ -11,14 +11,13 @@ from typing import Any
 
 from gin import config, config_parser
 
-from t5x._runtime.errors import did_you_mean
+from t5x._runtime.errors import did_you_mean, display_path
 from t5x.configuration import state as states
 from t5x.configuration.names import FileNames, configurable
-from t5x.configuration.state import ConfigurationError, Origin, combine_errors, display_path
+from t5x.configuration.state import ConfigurationError, Origin, combine_errors
 from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value, parameters_of
 
 STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}
-FALLBACKS = dict.fromkeys(("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks"), "t5x.examples.t5_tasks")
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ def parse(
     search_paths: Sequence[str] = (".",),
     entry_points: Mapping[str, Callable[..., Any]],
     stand_ins: Mapping[str, str] = STAND_INS,
-    fallbacks: Mapping[str, str] = FALLBACKS,
 ) -> None:
     """Add gin files, then bindings, to the configuration; later values win.
 
@@ -44,7 +42,6 @@ def parse(
       search_paths: directories of gin files; includes are also found next to the file that includes them.
       entry_points: functions that `import __main__ as …` offers, for example `{"train": t5x.train.train}`.
       stand_ins: packages that mean another module when a gin file imports them, and that module.
-      fallbacks: modules that mean another module if they cannot be imported, and that module.
 
     Raises:
       ConfigurationError: lists every unknown name and parameter. The configuration is then unchanged.
@@ -52,7 +49,6 @@ def parse(
     state = states.current().copy()
     state.entry_points.update(entry_points)
     state.stand_ins.update(stand_ins)
-    state.fallbacks.update(fallbacks)
     reader = _Reader(state, search_paths)
     stopped = None
     try:

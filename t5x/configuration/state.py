@@ -5,7 +5,6 @@ Gin itself holds the values.
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import gin
 from gin import config
 from gin.config_parser import ImportStatement
 
-from t5x._runtime.errors import ArgumentError
+from t5x._runtime.errors import ArgumentError, display_path
 from t5x.configuration.values import MACRO, ParsedReference, map_value
 
 
@@ -46,12 +45,6 @@ class Origin:
         return f"{self}: {problem}{line}"
 
 
-def display_path(path: str) -> str:
-    """Return `path` relative to the working directory if it is inside it, else the absolute path."""
-    relative = os.path.relpath(path)
-    return os.path.abspath(path) if relative.startswith(os.pardir) else relative
-
-
 def combine_errors(problems: Sequence[str], headline: str) -> ConfigurationError:
     """Return one error that lists all `problems`; a single problem gets no headline."""
     unique = list(dict.fromkeys(problems))
@@ -78,7 +71,6 @@ class State:
     Attributes:
       entry_points: functions that `import __main__` offers, by name.
       stand_ins: packages whose imports mean another module, and that module.
-      fallbacks: modules that mean another module if they cannot be imported, and that module.
       dynamic: whether any file uses dynamic registration.
       imports: all imports, in order.
       sources: how to name a configurable: its import, and its path in that module.
@@ -87,7 +79,6 @@ class State:
 
     entry_points: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     stand_ins: dict[str, str] = dataclasses.field(default_factory=dict)
-    fallbacks: dict[str, str] = dataclasses.field(default_factory=dict)
     dynamic: bool = False
     imports: list[Import] = dataclasses.field(default_factory=list)
     sources: dict[str, tuple[ImportStatement, str]] = dataclasses.field(default_factory=dict)

@@ -20,7 +20,7 @@ from t5x.data.feature_converters import (
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import merge_states
 from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
-from t5x.data.pipeline import map_over_dataset
+from t5x.data.pipeline import CacheDatasetPlaceholder, Feature, map_over_dataset
 from t5x.data.sources import (
     ArrayRecordDataSource,
     BadExample,
@@ -36,7 +36,6 @@ from t5x.data.sources import (
     TFExampleDataSource,
     TsvDataSource,
 )
-from t5x.data.specs import CacheDatasetPlaceholder, Feature
 from t5x.data.tasks import (
     Mixture,
     MixtureRegistry,

@@ -30,8 +30,7 @@ from t5x._runtime.errors import UserError
 from t5x.data import example_encoding
 from t5x.data.content_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
-from t5x.data.pipeline import count_cacheable, name_of
-from t5x.data.specs import CacheableTask
+from t5x.data.pipeline import CacheableTask, count_cacheable, name_of
 from t5x.files import cache_directory, local_copies, user_files
 from t5x.files.directory import Directory, open_directory
 from t5x.files.directory import split as split_path

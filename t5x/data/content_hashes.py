@@ -22,7 +22,6 @@ import dis
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import json
 import linecache
 import os
@@ -35,6 +34,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from t5x._runtime import imports
 from t5x._runtime.errors import UserError
 from t5x.files import atomic, cache_directory
 from t5x.files.local_copies import LocalCopy
@@ -255,10 +255,7 @@ def _installed_version(package: str) -> str | None:
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
         return version
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return imports.installed_version(package) or ""
 
 
 def _names(code: types.CodeType) -> frozenset[str]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from t5x.data.content_hashes import fingerprint, same_code
 from t5x.data.feature_converters import FeatureConverter
-from t5x.data.pipeline import Pipeline, name_of
-from t5x.data.specs import Feature
+from t5x.data.pipeline import Feature, Pipeline, name_of
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,10 @@
 
 import dataclasses
 import hashlib
-import importlib
 import importlib.util
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -91,25 +89,11 @@ def import_task_module(name_or_file: str) -> ModuleType:
         raise UserError(f"There is no file {name_or_file} to import tasks from ({path}).")
     try:
         if path is None:
-            from t5x.configuration import FALLBACKS  # imports gin
-
-            return imports.import_module(name_or_file, FALLBACKS)
+            return imports.import_module(name_or_file)
         module = _task_modules[path] = _import_file(path)
         return module
-    except ModuleNotFoundError as error:
-        if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
-            hint = imports.install_hint(error.name) or (
-                " Install its package, start t5x in its directory, or pass the path of the .py file."
-            )
-            raise UserError(f"There is no module {error.name!r} to import tasks from.{hint}") from error
-        hint = imports.install_hint(error.name)
-        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{hint}") from error
-    except UserError:
-        raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise UserError(f"Importing {name_or_file} failed: {type(error).__name__}: {error}{where}.") from error
+        raise UserError(f"Importing {name_or_file} failed: {imports.explain(error)}") from error
 
 
 def _import_file(path: str) -> ModuleType:
@@ -119,11 +103,9 @@ def _import_file(path: str) -> ModuleType:
     name = re.sub(r"\W", "_", os.path.basename(path).removesuffix(".py"))
     imports.allow(name, os.path.dirname(path))
     spec = importlib.util.find_spec(name)
-    if spec is not None and os.path.realpath(spec.origin or "") == path:
-        return importlib.import_module(name)
-    # Another module already has that name.
-    name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or os.path.realpath(spec.origin or "") != path:  # another module has that name
+        name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+        spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} cannot be imported. Its name must end in .py.")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

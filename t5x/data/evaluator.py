@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -150,17 +151,15 @@ class _Metric:
     @classmethod
     def of(cls, task: Task, function: Callable[..., Mapping[str, Any]]) -> "_Metric":
         name = f"The metric function {name_of(function)} of task {task.name!r}"
-        required = {
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        }
+        signature = inspect.signature(function)
         for arguments in _METRIC_ARGUMENTS:
-            if required == set(arguments):
+            with contextlib.suppress(TypeError):
+                signature.bind(**dict.fromkeys(arguments))
                 return cls(name, function, arguments)
         allowed = ", ".join(f"({', '.join(arguments)})" for arguments in _METRIC_ARGUMENTS)
-        raise UserError(f"{name} has the parameters ({', '.join(sorted(required))}). They must be one of {allowed}.")
+        raise UserError(
+            f"{name} has the parameters ({', '.join(signature.parameters)}). They must be one of {allowed}."
+        )
 
     def compute(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return {name: number}; `values` has every argument."""

@@ -20,11 +20,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.dataset_config import import_task_module
 from t5x.data.lanes import BadExamples
-from t5x.data.pipeline import Pipeline
+from t5x.data.pipeline import Feature, Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.data.sources import (
     BadExample,
@@ -35,7 +36,6 @@ from t5x.data.sources import (
     TsvDataSource,
 )
 from t5x.data.sources.files import Patterns
-from t5x.data.specs import Feature
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 
@@ -89,9 +89,8 @@ def file_task(
         check_fields(source, next(iter(files)), field_names(inputs) + field_names(targets))
         return source
 
-    metrics = [_metric(one) for one in _as_list(metric)]
     as_pair = functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix)
-    return text_task(name, settings, source, [as_pair], metrics)
+    return text_task(name, settings, source, [as_pair], [_metric(one) for one in _as_list(metric)])
 
 
 def describe_data(task: Any, lengths: Mapping[str, int] | None) -> DataDescription | None:
@@ -286,8 +285,6 @@ def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
         if not callable(function):
             raise UserError(f"--metric {metric}: {module} has no function {name!r}.")
         return function
-    from t5x import metrics  # imported late: metrics may import this package
-
     known = sorted(name for name in metrics.TASK_METRICS if name not in _NOT_OF_TEXTS)
     if metric not in known:
         raise UserError(f"There is no metric {metric!r}. Choose one of {', '.join(known)}, or pass module:function.")

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.data.example_order import Order, mix
 from t5x.data.feature_converters import FeatureConverter
-from t5x.data.pipeline import Example, Pipeline, derive_seed
+from t5x.data.pipeline import ConcatenateAndSplit, Example, Pipeline, derive_seed
 from t5x.data.sources import BadExample
-from t5x.data.specs import ConcatenateAndSplit
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +27,81 @@ Row = dict[str, np.ndarray]
 _LOGGED = 5
 _BLOCK = 256
 _FRUITLESS_EPOCHS = 10
+_SHUFFLE_ROUNDS = 16
+_LOW_64_BITS = (1 << 64) - 1
+
+
+def shuffled(index: int, size: int, key: int) -> int:
+    """Return the image of `index` in the permutation of range(size) determined by `key`, without a table."""
+    while (index := _permuted(index, size, key)) >= size:
+        pass
+    return index
+
+
+def shuffled_all(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """Return `shuffled` of many indices at once, each with its own key (uint64), as int64."""
+    permuted = _permuted(indices.astype(np.uint64), size, keys)
+    while (outside := permuted >= size).any():
+        permuted[outside] = _permuted(permuted[outside], size, keys[outside])
+    return permuted.astype(np.int64)
+
+
+def _permuted(index: Any, size: int, key: Any) -> Any:
+    """Permute numbers, or arrays of uint64, a little beyond range(size).
+
+    A Feistel network over pairs (left, right) with about sqrt(size) values each; results outside range(size) must be
+    permuted again. Saved positions depend on it: it must never change.
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    left, right = divmod(index, columns)
+    for round_number in range(0, _SHUFFLE_ROUNDS, 2):
+        left = (left + mix(key + round_number, right) % rows) % rows
+        right = (right + mix(key + round_number + 1, left) % columns) % columns
+    return left * columns + right
+
+
+def mix(key: Any, value: Any) -> Any:
+    """Return a 64-bit hash of two numbers, or of two arrays of uint64."""
+    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _LOW_64_BITS
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LOW_64_BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LOW_64_BITS
+    return mixed ^ (mixed >> 31)
+
+
+class Order:
+    """The endless order of `size` examples.
+
+    Args:
+      size: number of examples per epoch.
+      seed: seed of the shuffle.
+      shuffle: False keeps the order of the source in every epoch.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool):
+        self.size = size
+        self.shuffle = shuffle
+        self._seed = seed
+        self._key = -1, 0
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """Return (epoch, example index) of a position."""
+        epoch, index = divmod(position, self.size)
+        return epoch, shuffled(index, self.size, self._key_of(epoch)) if self.shuffle else index
+
+    def block(self, first: int, step: int, count: int) -> list[tuple[int, int]]:
+        """Return (epoch, example index) of `count` positions first, first + step, …, faster than one by one."""
+        epochs, indices = np.divmod(first + step * np.arange(count), self.size)
+        if self.shuffle:
+            different, which = np.unique(epochs, return_inverse=True)
+            keys = np.array([self._key_of(epoch) for epoch in different.tolist()], np.uint64)
+            indices = shuffled_all(indices, self.size, keys[which])
+        return list(zip(epochs.tolist(), indices.tolist(), strict=True))
+
+    def _key_of(self, epoch: int) -> int:
+        if self._key[0] != epoch:
+            self._key = epoch, derive_seed("order", self._seed, epoch)
+        return self._key[1]
 
 
 class Position(NamedTuple):
@@ -99,13 +172,11 @@ class Stream:
         self._bad = bad
         self._block: list[tuple[int, int]] = []  # (epoch, index) of some cursors, from _block_start on
         self._block_start = 0
-        self._ahead: dict[int, list[Example] | BadExample] = {}  # outputs of some cursors
-        self._run = 1  # number of cursors to read at once
         self._read: tuple[int, list[Example], int] | None = None  # cursor, outputs, source index
         self._piece: tuple[Position, Position, list[Example], int] | None = None
 
     def seek(self, position: Position) -> None:
-        self.position, self._ahead, self._read, self._piece = position, {}, None, None
+        self.position, self._read, self._piece = position, None, None
 
     def next(self) -> tuple[Example, int]:
         """Return (example, source index) and advance `position` past it."""
@@ -133,17 +204,9 @@ class Stream:
         if not 0 <= cursor - self._block_start < len(self._block):
             self._block_start = cursor
             self._block = self._order.block(self._place(cursor), self._batch_size, _BLOCK)
-        offset = cursor - self._block_start
-        epoch, index = self._block[offset]
+        epoch, index = self._block[cursor - self._block_start]
         try:
-            if not self._pipeline.may_read_ahead:
-                return self._pipeline.outputs(epoch, index), index
-            if cursor not in self._ahead:
-                run = self._pipeline.outputs_of(self._block[offset : offset + self._run])
-                self._ahead = dict(enumerate(run, cursor))
-            if isinstance(outputs := self._ahead.pop(cursor), BadExample):
-                raise outputs
-            return outputs, index
+            return self._pipeline.outputs(epoch, index), index
         except BadExample as error:
             self._bad.add(error)
             return [], index
@@ -187,7 +250,6 @@ class Stream:
             missing -= len(tokens)
             end = position.offset + len(tokens)
             position = position._replace(offset=end) if end < len(document) else self._position_after(position, outputs)
-        self._run = 1 + position.cursor - start.cursor  # the next piece will likely need as many
         place = (self._place(start.cursor), start.used, start.offset)
         return start, position, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
 

@@ -2,17 +2,18 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.data.sources import BadExample, DataSource
-from t5x.data.specs import CacheDatasetPlaceholder, ConcatenateAndSplit, ExamplesCache, Feature
+from t5x.data.vocabularies import Vocabulary
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
@@ -33,6 +34,98 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class _Key(np.random.bit_generator.ISeedSequence):
+    """A seed that already consists of random bits. It saves the time numpy would spend on mixing the seed."""
+
+    def __init__(self, key: int):
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
+        return np.array([self._key] + [0] * (n_words - 1), dtype)
+
+
+def generator(seed: int) -> np.random.Generator:
+    """Return the random generator for a preprocessor's `seed`; cheap enough for one per example."""
+    return np.random.Generator(np.random.SFC64(_Key(seed)))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One feature of a task's examples.
+
+    Attributes:
+      vocabulary: converts its text to ids.
+      add_eos: whether `append_eos` and similar preprocessors append EOS.
+      required: whether every example must have it.
+      dtype: anything that numpy accepts as a dtype; stored as its name.
+      rank: number of dimensions.
+    """
+
+    vocabulary: Vocabulary
+    add_eos: bool = True
+    required: bool = True
+    dtype: str | type | np.dtype = "int32"
+    rank: int = 1
+
+    def __post_init__(self):
+        # TensorFlow's dtypes, common in seqio tasks, carry their numpy equivalent.
+        object.__setattr__(self, "dtype", np.dtype(getattr(self.dtype, "as_numpy_dtype", self.dtype)).name)
+
+
+class CacheableTask(Protocol):
+    """What the cache of a task depends on."""
+
+    name: str
+    source: DataSource
+    output_features: dict[str, Feature]
+    preprocessors: tuple[Callable[..., Any], ...]
+
+
+class ExamplesCache(Protocol):
+    """The results of a task's first preprocessors; see `t5x.data.cache_reader.CachedExamples`."""
+
+    steps: int
+    num_examples: int
+    info: dict[str, Any]
+
+    def examples(self, index: int) -> list[dict[str, Any]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcatenateAndSplit:
+    """A preprocessor of the whole stream: joins a feature of consecutive examples and splits it into equal pieces.
+
+    A task may have one. The examples after it have only that feature.
+
+    Attributes:
+      length: tokens per piece; the last one of an evaluation may be shorter.
+      feature: the feature to join.
+    """
+
+    length: int
+    feature: str = "targets"
+
+
+class CacheDatasetPlaceholder:
+    """Marks the end of the preprocessors that a cache covers. Examples pass unchanged."""
+
+    def __init__(self, required: bool = False):
+        self.required = required
+
+    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+        return example
+
+
+def composite(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Mark a preprocessor that stands for several.
+
+    It is called once, with `sequence_length` and `output_features` if it has such parameters, and returns a list of
+    preprocessors. A task uses it like any other, with `functools.partial` if it needs arguments.
+    """
+    function.composite = True  # type: ignore[attr-defined]
+    return function
+
+
 class Pipeline:
     """The examples of one split of a task, ready for a feature converter.
 
@@ -43,7 +136,7 @@ class Pipeline:
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
         parameter, unless it is already bound; `seed` differs for every (epoch, example, preprocessor). `draw_seed` is a
         function that returns it, for preprocessors that rarely need one. For other kinds see
-        `t5x.data.specs`.
+        `ConcatenateAndSplit` and `composite`.
       output_features: features that finished examples must have. Other fields are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
       seed: seed of all random preprocessors.
@@ -83,8 +176,6 @@ class Pipeline:
         numbered = [_Step(function, available, number) for number, function in enumerate(steps[:end])]
         self._steps = numbered[cached.steps if cached else 0 :]
         self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[end + 1 :])]
-        # Truncations must be counted with the batch they belong to.
-        self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
     def __len__(self) -> int:
         """Return the number of source examples; preprocessors may return more or fewer."""
@@ -116,29 +207,12 @@ class Pipeline:
         examples = self.unfinished(epoch, index)
         return examples if self.pieces else [self._finish(example, index) for example in examples]
 
-    def outputs_of(self, places: Sequence[tuple[int, int]]) -> list[list[Example] | BadExample]:
-        """Return `outputs` of several (epoch, index) before joining; a bad example is returned as its error.
-
-        Each preprocessor runs over all of them before the next one starts. This is faster because its code and data
-        stay in the processor's caches.
-        """
-        outputs = [_or_bad(self._read, index) for _, index in places]
-        for step in self._steps:
-            for i, place in enumerate(places):
-                if outputs[i] and not isinstance(outputs[i], BadExample):
-                    outputs[i] = _or_bad(self._apply, step, outputs[i], place, place[1])
-        return outputs
-
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
-        return self._run(self._steps, self._read(index), (epoch, index), index)
-
-    def _read(self, index: int) -> list[Example]:
-        if self.cached is None:
-            return [self._source.example(self.split, index)]
-        if not (examples := self.cached.examples(index)):
+        examples = self.cached.examples(index) if self.cached else [self._source.example(self.split, index)]
+        if not examples:
             self.dropped["cached preprocessors"] += 1
-        return examples
+        return self._run(self._steps, examples, (epoch, index), index)
 
     def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
         """Return the finished examples made from a piece of joined examples.
@@ -173,9 +247,7 @@ class Pipeline:
 
     def _run(self, steps: Sequence["_Step"], examples: list[Example], place: Place, index: int) -> list[Example]:
         for step in steps:
-            if not examples:
-                break
-            examples = self._apply(step, examples, place, index)
+            examples = self._apply(step, examples, place, index) if examples else []
         return examples
 
     def _apply(self, step: "_Step", examples: list[Example], place: Place, index: int) -> list[Example]:
@@ -250,13 +322,6 @@ class Pipeline:
             except ValueError as error:
                 raise BadExample(f"{self.location(index)}: feature {name!r} of task {self.name} {error}") from error
         return example
-
-
-def _or_bad(function: Callable[..., list[Example]], *args: Any) -> list[Example] | BadExample:
-    try:
-        return function(*args)
-    except BadExample as error:
-        return error
 
 
 class _MissingField(KeyError):
@@ -363,7 +428,7 @@ def map_over_dataset(
 
 
 def _expanded(preprocessors: Iterable[Any], available: Mapping[str, Any]) -> Iterable[Any]:
-    """Yield the preprocessors, with composites (see `specs.composite`) replaced by their parts."""
+    """Yield the preprocessors, with composites (see `composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function

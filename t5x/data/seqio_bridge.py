@@ -17,7 +17,6 @@ One pass over the data is staged and repeated, so random preprocessors give the 
 import contextlib
 import copy
 import functools
-import importlib.metadata
 import inspect
 import json
 import logging
@@ -29,12 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x._runtime import imports
 from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, example_encoding
 from t5x.data.content_hashes import fingerprint
-from t5x.data.pipeline import Pipeline, Preprocessor, name_of
+from t5x.data.pipeline import Feature, Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
-from t5x.data.specs import Feature
 from t5x.data.tasks import Mixture, Task, other_registries
 from t5x.data.vocabularies import as_vocabulary
 from t5x.files import atomic, cache_directory, locks
@@ -83,6 +82,7 @@ Example = dict[str, Any]
 _EXAMPLES, _INFO = "examples.array_record", "info.json"
 _LIMIT = "T5X_SEQIO_MAX_GB"
 _DEFAULT_LIMIT = "100"
+_PACKAGES = ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5")
 _ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
 
 _bridged: dict[str, tuple[Any, Task | Mixture]] = {}
@@ -268,7 +268,7 @@ class SeqioTask(Task):
                 name: [repr(feature.vocabulary), feature.dtype, feature.rank, feature.add_eos]
                 for name, feature in self.output_features.items()
             },
-            "versions": _versions(),
+            "versions": {package: imports.installed_version(package) for package in _PACKAGES},
         }
         return json.loads(json.dumps(identity))
 
@@ -407,16 +407,6 @@ def _hash(value: Any) -> str:
         return fingerprint(value)
     except RecursionError:  # an object graph deeper than any settings: use its name
         return name_of(value)
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
 
 
 def _parameters(function: Any) -> Iterable[str]:

@@ -12,9 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from t5x._runtime import imports
 from t5x._runtime.errors import UserError
 from t5x.data import cache_reader
-from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
+from t5x.data.pipeline import Feature, Pipeline, Preprocessor, count_cacheable
 from t5x.data.sources import DataSource
-from t5x.data.specs import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,7 @@ class Task:
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""
-        steps = self.preprocessors
-        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
+        return Pipeline(self.name, self.source, split, self.preprocessors, self.output_features, sequence_length, seed)
 
     def why_not_cached(self) -> str | None:
         """Return why a cache of this task would be empty, or None."""

@@ -8,22 +8,21 @@ import contextlib
 import os
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import IO, Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
-from t5x._runtime import imports
+from t5x._runtime import PACKAGE, imports
 from t5x._runtime.errors import TemporaryError, UserError
-from t5x._runtime.version import PACKAGE
 from t5x.data import example_encoding
 from t5x.data.dataset_config import imported_task_modules
 from t5x.data.sources import BadExample
 
-_LENGTH = struct.Struct("<Q")
+_STDERR = 2
 _ERRORS = {"bad": BadExample, "user": UserError, "bug": RuntimeError}
 # Load the same t5x package as this process, without adding its parent directory to the path.
 _SERVE = """\
@@ -34,7 +33,7 @@ sys.modules["t5x"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["t5x"])
 from {module} import {function}
 from {serve} import serve
-serve({function})
+serve({function}, {channel})
 """
 
 Run = Callable[[Any, Any, "Parent"], None]
@@ -45,12 +44,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start(run: Run) -> subprocess.Popen[bytes]:
-    """Start a process that calls `serve(run)`, with pipes to it; `run` is a function of a module of t5x."""
-    program = _SERVE.format(package=PACKAGE, module=run.__module__, function=run.__name__, serve=__name__)
+def start(run: Run, channel: int) -> subprocess.Popen[bytes]:
+    """Start a process that calls `serve(run, channel)`; `run` is a function of a module of t5x."""
+    program = _SERVE.format(
+        package=PACKAGE, module=run.__module__, function=run.__name__, serve=__name__, channel=channel
+    )
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
     command = [sys.executable, "-P", "-c", program]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=[channel])
 
 
 class Worker:
@@ -64,9 +65,9 @@ class Worker:
     """
 
     def __init__(self, run: Run, work: bytes, name: str, fix: str):
-        self._process = start(run)
-        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._channel, of_worker = Pipe()
+        with of_worker:
+            self._process = start(run, of_worker.fileno())
         self._unsent_work: bytes | None = work
         self._name, self._fix = name, fix
         self._commands = 0
@@ -74,31 +75,29 @@ class Worker:
     def send(self, command: Any) -> None:
         """Send a command. Waits for the worker to start; if it has died, `receive` raises the error."""
         self._commands += 1
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             if self._unsent_work is not None:
-                _write(self._stdin, self._unsent_work)
+                self._channel.send_bytes(self._unsent_work)
                 self._unsent_work = None
-            _write(self._stdin, example_encoding.pack(command))
-            self._stdin.flush()
+            self._channel.send_bytes(example_encoding.pack(command))
 
     def receive(self) -> Any:
         """Return the next answer to the last command; raise the worker's error if it had one."""
         command = None
         while command != self._commands:
-            content = _read(self._stdout)
-            if content is None:
-                raise self._died()
+            try:
+                content = self._channel.recv_bytes()
+            except (EOFError, OSError):
+                raise self._died() from None
             command, error, answer = example_encoding.decode(content)
         if error is not None:
             raise _ERRORS[error](answer)
         return answer
 
     def stop(self) -> None:
+        # The channel is closed with this object: a thread may still read from it.
         self._process.kill()
         self._process.wait()
-        for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):  # unflushed data
-                pipe.close()
 
     def _died(self) -> UserError:
         code = self._process.wait()
@@ -112,25 +111,26 @@ class Worker:
 class Parent:
     """The parent process, seen from a worker, which exits when the parent is gone.
 
+    Args:
+      channel: file descriptor of the connection to it.
+
     Attributes:
       work: argument of `Worker`.
     """
 
-    def __init__(self):
+    def __init__(self, channel: int):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to stop
             signal.signal(number, signal.SIG_IGN)
-        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's function prints
+        self._channel = Connection(channel)
         self._received: queue.Queue[bytes] = queue.Queue()
         self._command = 0
         threading.Thread(target=self._listen, daemon=True).start()
         self.work = self._received.get()
 
     def _listen(self) -> None:
-        # Not sys.stdin itself: an interpreter aborts if it exits while a thread still reads from it.
-        with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as source:
-            while (content := _read(source)) is not None:
-                self._received.put(content)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._received.put(self._channel.recv_bytes())
         os._exit(0)
 
     def has_command(self) -> bool:
@@ -146,26 +146,26 @@ class Parent:
 
     def send(self, answer: Any, error: str | None = None) -> None:
         """Answer the last command, or report an error: a key of `_ERRORS`, with its message as the answer."""
-        _write(self._answers, example_encoding.pack([self._command, error, answer]))
-        self._answers.flush()
+        content = example_encoding.pack([self._command, error, answer])
+        try:
+            self._channel.send_bytes(content)
+        except ConnectionError:
+            os._exit(0)
 
 
-def serve(run: Run) -> None:
+def serve(run: Run, channel: int) -> None:
     """Run a worker: call `run(work, command, parent)` for each command; it answers with `parent.send`."""
-    parent = Parent()
+    parent = Parent(channel)
     work = None
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        while True:
-            command = parent.newest_command()
-            try:
-                work = unpickled(parent.work) if work is None else work
-                run(work, command, parent)
-            except BrokenPipeError:
-                raise
-            except UserError as error:
-                parent.send(str(error), "bad" if isinstance(error, BadExample) else "user")
-            except Exception:
-                parent.send(f"in a worker process:\n{traceback.format_exc()}", "bug")
+    while True:
+        command = parent.newest_command()
+        try:
+            work = unpickled(parent.work) if work is None else work
+            run(work, command, parent)
+        except UserError as error:
+            parent.send(str(error), "bad" if isinstance(error, BadExample) else "user")
+        except Exception:
+            parent.send(f"in a worker process:\n{traceback.format_exc()}", "bug")
 
 
 def pickled(value: Any, instead: str) -> bytes:
@@ -202,18 +202,3 @@ def unpickled(content: bytes) -> Any:
     sys.path[:] = path
     imports.restore(modules)
     return cloudpickle.loads(value)
-
-
-def _write(stream: IO[bytes], content: bytes) -> None:
-    stream.write(_LENGTH.pack(len(content)))
-    stream.write(content)
-
-
-def _read(stream: IO[bytes]) -> bytes | None:
-    """Return what `_write` wrote; None at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    content = stream.read(length)
-    return content if len(content) == length else None

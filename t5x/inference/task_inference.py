@@ -18,14 +18,12 @@ import numpy as np
 from t5x._runtime.errors import UserError
 from t5x.data import cache_reader, preprocessors
 from t5x.data.dataset_config import DatasetConfig
-from t5x.data.example_order import Order
 from t5x.data.feature_converters import EncDecFeatureConverter
-from t5x.data.lanes import BadExamples
+from t5x.data.lanes import BadExamples, Order
 from t5x.data.loader import read_once, read_positions, round_up_length
-from t5x.data.pipeline import Example, count_cacheable, name_of
+from t5x.data.pipeline import Example, Feature, count_cacheable, name_of
 from t5x.data.seqio_converters import make_converter
 from t5x.data.sources import TFExampleDataSource
-from t5x.data.specs import Feature
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 from t5x.files.digests import digest_of

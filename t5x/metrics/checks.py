@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, shorten
 
 
 def check_pairs(metric: str, targets: Any, inferences: Any, kind: str = "predictions") -> None:
@@ -71,5 +71,4 @@ def _not_string(metric: str, where: str, value: Any, needed: str) -> UserError:
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"
+    return f"{shorten(value, 60)} ({type(value).__name__})"

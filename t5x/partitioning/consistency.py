@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from t5x._runtime import PACKAGE, __version__
 from t5x._runtime.errors import UserError
-from t5x._runtime.version import PACKAGE, __version__
 from t5x.files.digests import digest_of
 from t5x.partitioning import distributed
 

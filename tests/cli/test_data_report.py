@@ -15,9 +15,8 @@ from t5x.cli.data_report import DataReport, joined_pieces, packed_rows, token_na
 from t5x.cli.data_verb import parse_lengths
 from t5x.cli.text_page import TextPage, width_of
 from t5x.data import preprocessors
-from t5x.data.example_order import Order
-from t5x.data.lanes import Stream
-from t5x.data.specs import ConcatenateAndSplit
+from t5x.data.lanes import Order, Stream
+from t5x.data.pipeline import ConcatenateAndSplit
 from tests.support.paths import REPO
 
 BYTES = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}

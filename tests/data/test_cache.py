@@ -13,8 +13,7 @@ from t5x._runtime.errors import UserError
 from t5x.cli.cache_verb import cache_tasks
 from t5x.data import cache_reader, cache_writer, example_encoding, preprocessors
 from t5x.data.content_hashes import fingerprint
-from t5x.data.pipeline import count_cacheable
-from t5x.data.specs import ConcatenateAndSplit, composite
+from t5x.data.pipeline import ConcatenateAndSplit, composite, count_cacheable
 from t5x.files import atomic
 from t5x.files.directory import open_directory
 from tests.data.conftest import byte_features

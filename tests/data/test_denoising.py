@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from t5x import data
 from t5x._runtime.errors import UserError
 from t5x.data import preprocessors
+from t5x.data.pipeline import ConcatenateAndSplit, generator
 from t5x.data.preprocessors import UL2_DENOISERS, Denoiser, denoising, random_spans_helper, span_corruption
-from t5x.data.specs import ConcatenateAndSplit, generator
 
 SIZE = 1000
 densities = st.floats(0.01, 0.95)

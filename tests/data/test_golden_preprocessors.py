@@ -12,8 +12,8 @@ import pytest
 
 from t5x import data
 from t5x.data import preprocessors
+from t5x.data.pipeline import ConcatenateAndSplit, generator
 from t5x.data.preprocessors import denoising
-from t5x.data.specs import ConcatenateAndSplit, generator
 from tests.data.conftest import SHARED
 from tests.support.programs import reference_answers
 

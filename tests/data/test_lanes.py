@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5x import data
-from t5x.data.example_order import Order, shuffled
-from t5x.data.lanes import BadExamples, LaneConfig
+from t5x.data.lanes import BadExamples, LaneConfig, Order, shuffled
 from t5x.data.loader import TrainLoader
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import BadExample

@@ -127,7 +127,7 @@ def test_joined_documents_lose_and_repeat_nothing(registries):
     documents = [list(range(100 * i + 10, 100 * i + 10 + 7 * i % 23)) for i in range(1, 12)]
     features = {"targets": data.Feature(data.PassThroughVocabulary(2000), add_eos=False)}
     source = data.FunctionDataSource(lambda split: [{"targets": d} for d in documents], splits=("train",))
-    task = data.Task("plain", source, features, [data.specs.ConcatenateAndSplit(5)])
+    task = data.Task("plain", source, features, [data.pipeline.ConcatenateAndSplit(5)])
     pipeline, converter = task.pipeline("train", {"targets": 5}, 0), data.DecoderFeatureConverter()
     made = TrainLoader(LaneConfig([pipeline], [1.0], converter, {"targets": 5}, 1, shuffle=False))
     tokens = [token for document in documents for token in document]
@@ -146,7 +146,7 @@ def test_bad_documents_are_skipped_in_their_turn(write):
     lines[25] = "{broken\n"
     source = data.JsonLinesDataSource({"train": write("x.jsonl", "".join(lines))})
     features = {"targets": data.Feature(data.PassThroughVocabulary(100), add_eos=False)}
-    pipeline = data.Task("plain", source, features, [data.specs.ConcatenateAndSplit(15)]).pipeline("train")
+    pipeline = data.Task("plain", source, features, [data.pipeline.ConcatenateAndSplit(15)]).pipeline("train")
     config = LaneConfig([pipeline], [1.0], data.DecoderFeatureConverter(), {"targets": 15}, 1, shuffle=False)
     made = lambda skip: TrainLoader(config._replace(bad=BadExamples(skip)))
     with made(True) as loader:

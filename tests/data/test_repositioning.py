@@ -12,7 +12,7 @@ from t5x import data
 from t5x._runtime.errors import UserError
 from t5x.data.lanes import LaneConfig, Position, resized_states
 from t5x.data.loader import TrainLoader
-from t5x.data.specs import ConcatenateAndSplit
+from t5x.data.pipeline import ConcatenateAndSplit
 
 LENGTHS = {"targets": 12}
 VOCABULARY = data.PassThroughVocabulary(100_000)

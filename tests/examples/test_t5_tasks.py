@@ -59,7 +59,7 @@ def test_without_t5_the_tasks_of_the_package_are_used(module):
     """This environment does not have t5."""
     assert import_task_module(module) is t5_tasks
     with pytest.raises(ModuleNotFoundError):
-        imports.import_module("t5.models", configuration.FALLBACKS)
+        imports.import_module("t5.models")
 
 
 def test_gin_files_import_them(tmp_path):

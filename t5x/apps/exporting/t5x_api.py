@@ -21,7 +21,7 @@ from t5x.apps.exporting.programs import DEFAULT_PLATFORMS, lower
 from t5x.checkpoints import tree
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.configuration.ignored_parameters import log_ignored
-from t5x.data.specs import Feature
+from t5x.data.pipeline import Feature
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params

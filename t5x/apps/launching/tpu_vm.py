@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from t5x._runtime import PACKAGE
 from t5x._runtime.errors import TemporaryError, UserError, check_at_least
-from t5x._runtime.version import PACKAGE
 from t5x.apps.launching import gcloud, job
 
 _RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run continues until maintenance ends it

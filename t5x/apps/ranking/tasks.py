@@ -22,8 +22,8 @@ from t5x.apps.ranking.judged_data import TRAIN, VALIDATION, JudgedDataSource, Pa
 from t5x.apps.ranking.passage_files import find_text
 from t5x.apps.ranking.templates import MONOT5, InputEncoder, Template, label_id
 from t5x.data import Feature, Mixture, MixtureRegistry, PassThroughVocabulary, Task, TaskRegistry, Vocabulary
-from t5x.data.example_order import shuffled
 from t5x.data.file_tasks import source_of
+from t5x.data.lanes import shuffled
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource, TsvDataSource
 from t5x.data.tasks import rate_num_examples

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from t5x._runtime.version import __version__
+from t5x._runtime import __version__
 from t5x.apps.serving.settings import ServerSettings
 from t5x.decoding.constraints import PENALTIES
 from t5x.inference.loaded import MAX_LENGTH

@@ -20,14 +20,17 @@ Pre-training on text, as for T5:
 
 # ruff: noqa: F401
 
-from t5x.data.preprocessors.denoiser_mixture import UL2_DENOISERS, UL2_MODE_TOKENS, Denoiser, ul2
 from t5x.data.preprocessors.denoising import (
+    UL2_DENOISERS,
+    UL2_MODE_TOKENS,
+    Denoiser,
     iid_denoising,
     prefix_lm,
     random_spans_helper,
     select_random_chunk,
     span_corruption,
     split_tokens,
+    ul2,
 )
 from t5x.data.preprocessors.text_to_text import (
     filter_by_string_length,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.data.specs import Feature
+from t5x.data.pipeline import Feature
 
 Example = dict[str, Any]
 
@@ -44,7 +44,7 @@ def tokenize(
                 rekeyed[f"{name}_pretokenized"] = value
             value = _encode(value, name, feature)
             if with_eos and feature.add_eos:
-                value = _append_to_last(value, _eos_id(name, feature))
+                value = _append_eos(value, _eos_id(name, feature), last_only=True)
         rekeyed[name] = value
     return rekeyed
 
@@ -75,7 +75,7 @@ def append_eos_after_trim(
     for name, feature in output_features.items():
         if name in example and feature.add_eos:
             length = (sequence_length or {}).get(name)
-            result[name] = _append_to_each(example[name], _eos_id(name, feature), length)
+            result[name] = _append_eos(example[name], _eos_id(name, feature), length)
     return result
 
 
@@ -126,18 +126,13 @@ def _append(ids: Any, eos: int, length: int | None) -> np.ndarray:
     return extended
 
 
-def _append_to_each(value: Any, eos: int, length: int | None) -> Any:
+def _append_eos(value: Any, eos: int, length: int | None = None, *, last_only: bool = False) -> Any:
+    """Append EOS to ids, to each of several, or to the last of them."""
     if _is_flat(value):
         return _append(value, eos, length)
-    return [_append_to_each(one, eos, length) for one in value]
-
-
-def _append_to_last(value: Any, eos: int) -> Any:
-    if _is_flat(value):
-        return _append(value, eos, None)
-    if _is_flat(value[0]):
-        return [*value[:-1], _append(value[-1], eos, None)]
-    return [_append_to_last(one, eos) for one in value]
+    if last_only and _is_flat(value[0]):
+        return [*value[:-1], _append(value[-1], eos, length)]
+    return [_append_eos(one, eos, length, last_only=last_only) for one in value]
 
 
 def _eos_id(name: str, feature: Feature) -> int:

@@ -202,7 +202,7 @@ def _msgpack_map(content: bytes) -> dict[str, Any]:
 
 _LISTS = {"text": "bytes_list", "bytes": "bytes_list", "float": "float_list", "int": "int64_list"}
 _STORED = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "ints"}
-_PYTHON_TYPES = {str: "text", bytes: "bytes", float: "float", int: "int"}
+_KINDS: dict[Any, str] = {str: "text", bytes: "bytes", float: "float", int: "int"} | {kind: kind for kind in _LISTS}
 _DTYPE_KINDS = {"i": "int", "u": "int", "b": "int", "f": "float", "S": "bytes", "U": "text", "O": "text"}
 
 
@@ -247,10 +247,8 @@ class _Feature:
         if self._many:
             description = description[0]
         try:
-            if isinstance(description, str) and description in _LISTS:
-                self._kind = description
-            elif isinstance(description, type) and description in _PYTHON_TYPES:
-                self._kind = _PYTHON_TYPES[description]
+            if isinstance(description, str | type) and description in _KINDS:
+                self._kind = _KINDS[description]
             else:
                 self._take_dtype(description)
         except (TypeError, KeyError) as error:

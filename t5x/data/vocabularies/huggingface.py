@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_padding, utf8
-from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
+from t5x.data.vocabularies.base import MAX_TOKEN_LENGTH, PAD_ID, FileVocabulary, check_padding, check_tokenizer, utf8
 from t5x.files import user_files
 from t5x.files.untrusted import parse_json
 

@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, check_extra_ids, check_padding, utf8
-from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_charsmap
+from t5x.data.vocabularies.base import (
+    MAX_TOKEN_LENGTH,
+    PAD_ID,
+    FileVocabulary,
+    check_charsmap,
+    check_extra_ids,
+    check_padding,
+    utf8,
+)
 from t5x.files import user_files
 
 SENTINEL = "\u2581<extra_id_0>"  # U+2581 stands for the space before a word
