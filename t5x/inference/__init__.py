@@ -8,7 +8,6 @@
 | `output.py`, `chunks.py` | the output of a job, and its chunks on disk |
 | `generation.py` | generated outputs: ended at stop strings, streamed in pieces |
 | `loaded.py` | `t5x.load`: a model for strings, in Python |
-| `file_inference.py` | `t5x infer --model`: lines of a file |
 | `input_lines.py` | the examples of a file |
 | `task_inference.py` | `t5x infer --gin_file`: tasks and their output files |
 | `t5x_api.py` | T5X's `get_infer_fn` |

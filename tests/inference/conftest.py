@@ -8,7 +8,8 @@ import pytest
 
 from t5x.apps.answering import file_answering
 from t5x.apps.ranking import rerank_job
-from t5x.inference import file_inference, loaded
+from t5x.cli import file_inference
+from t5x.inference import loaded
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from t5x._runtime.errors import UserError, check_at_least
+from t5x._runtime.errors import UserError
+from t5x.apps.answering.answer_options import AnswerOptions
 from t5x.apps.answering.question_tasks import check_no_answer, is_no_answer
 from t5x.apps.answering.spans import Span, has_unknown, locate, windows
 from t5x.apps.answering.squad import prompt
@@ -46,34 +47,6 @@ class Answer(NamedTuple):
 
 
 FIELDS = ("answer", *Answer._fields[1:])  # fields of an answer in files
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """Options for answers.
-
-    Attributes:
-      no_answer: what the model was trained to generate if there is no answer; None if it always gives one.
-      beams: beam size; 1 is greedy.
-      max_length: maximum tokens of an answer.
-      max_input_length: maximum tokens of question and context; longer contexts are read in windows.
-      stride: tokens that two consecutive windows share.
-      batch_size: windows per batch.
-    """
-
-    no_answer: str | None = None
-    beams: int = 1
-    max_length: int = 64
-    max_input_length: int = 512
-    stride: int = 128
-    batch_size: int = 32
-
-    def __post_init__(self):
-        counts = ("beams", "max_length", "max_input_length", "batch_size")
-        check_at_least(1, **{name: getattr(self, name) for name in counts})
-        check_at_least(0, stride=self.stride)
-        if self.no_answer is not None and not self.no_answer.strip():
-            raise UserError("no_answer is empty. Pass the text that the model was trained to generate, or omit it.")
 
 
 class AnswerMethods(LoadedModel):

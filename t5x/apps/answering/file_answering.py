@@ -9,11 +9,12 @@ from typing import Any
 
 from t5x import metrics
 from t5x._runtime.errors import UserError, located
-from t5x.apps.answering.answers import FIELDS, AnswerOptions, answer, windows_of
-from t5x.apps.answering.squad import read_squad, text_field
+from t5x.apps.answering.answer_options import AnswerOptions, QuestionFile
+from t5x.apps.answering.answers import FIELDS, answer, windows_of
+from t5x.apps.answering.squad import SquadDataSource, text_field
 from t5x.data.data_description import DataDescription
 from t5x.files import text_lines
-from t5x.inference.input_lines import ExampleFile, Line, Lines
+from t5x.inference.input_lines import SPLIT, Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import FileOutput
@@ -25,15 +26,17 @@ BATCHES_A_CHUNK = 16
 
 
 class QuestionLines(Lines):
-    """The questions of JSON lines, with all their fields.
+    """The questions of a file, with all their fields.
 
     Args:
-      path: a file, or - for standard input.
+      path: JSON lines, - for standard input, or SQuAD's official .json.
       needs_id: whether every question must have an id.
     """
 
     def __init__(self, path: str, *, needs_id: bool):
-        super().__init__(path, needs_targets=False, data=DataDescription(inputs="{question}{context}"))
+        source = SquadDataSource({SPLIT: path}) if path.endswith(".json") else None
+        data = DataDescription(inputs="{question}{context}")
+        super().__init__(path, needs_targets=False, data=data, source=source)
         self._is_text = False
         self._needs_id = needs_id
 
@@ -67,38 +70,13 @@ class QuestionLines(Lines):
         return super()._line(number, raw, example)
 
 
-class SquadQuestions:
-    """The questions of SQuAD's JSON, with the interface of `Lines`."""
-
-    is_stream = False
-
-    def __init__(self, path: str):
-        self.path = path
-        self._questions = read_squad(path)
-
-    def count(self) -> int:
-        return len(self._questions)
-
-    def __iter__(self) -> Iterator[Line]:
-        for number, question in enumerate(self._questions, start=1):
-            yield Line(number, json.dumps(question).encode(), dict(question))
-
-    def where(self, number: int) -> str:
-        return f"{self.path}, question {self._questions[number - 1]['id']!r}"
-
-
 def answer_file(
     model_dir: str,
-    input_path: str,
-    output: str = "-",
+    files: QuestionFile,
+    options: AnswerOptions,
     *,
-    squad_predictions: str | None = None,
-    squad_na_probs: str | None = None,
-    checkpoint_period: int = BATCHES_A_CHUNK,
-    overwrite: bool = False,
     vocabulary: str | None = None,
     dtype: str | None = None,
-    **options: Any,
 ) -> None:
     """Answer the questions of a file with the model of a checkpoint directory.
 
@@ -108,30 +86,20 @@ def answer_file(
 
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.
-      input_path: JSON lines with `question`, `context` and optionally `id`; - is stdin; or SQuAD's official .json,
-        whose answers are then scored.
-      output: JSON lines, in the order of the input; - is stdout.
-      squad_predictions: also write {id: answer} to this file, as SQuAD's evaluation scripts read it.
-      squad_na_probs: also write {id: no_answer_probability} to this file.
-      checkpoint_period: number of batches of questions per chunk.
-      overwrite: replace an existing output, and discard finished chunks of other runs.
       vocabulary, dtype: see `t5x.load`.
-      options: see `t5x.apps.answering.answers.AnswerOptions`.
     """
-    settings = AnswerOptions(**options)
-    check_counts("--", checkpoint_period=checkpoint_period)
-    paths = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
+    assert files.input is not None
+    check_counts("--", checkpoint_period=files.checkpoint_period)
+    paths = {"squad_predictions": files.squad_predictions, "squad_na_probs": files.squad_na_probs}
     extra = {name: path for name, path in paths.items() if path is not None}
-    _check_extra(extra, output, settings)
-    to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
-    questions: ExampleFile = QuestionLines(input_path, needs_id=bool(extra))
-    if input_path.endswith(".json"):
-        questions = SquadQuestions(input_path)
+    _check_extra(extra, files.output, options)
+    to = FileOutput(files.output, overwrite=files.overwrite, also=extra, inputs={"input": files.input})
+    questions = QuestionLines(files.input, needs_id=bool(extra))
     questions.count()  # checks every question, before the model is loaded
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
-    source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
+    source = {"checkpoint_period": files.checkpoint_period, "input": files.input, "vocabulary": vocabulary}
     job = _FileAnswering(
-        file=questions, batch_size=settings.batch_size, source=source, loaded=loaded, settings=settings,
+        file=questions, batch_size=options.batch_size, source=source, loaded=loaded, settings=options,
         extra_files=extra,
     )  # fmt: skip
     run_job(job, to)
@@ -186,7 +154,7 @@ class _FileAnswering(LineJob):
                 content = json.dumps(values, ensure_ascii=False, indent=0) + "\n"
                 jsonl.replace(self.extra_files[name], [content.encode()])
                 log.info("wrote %s", self.extra_files[name])
-        if isinstance(self.file, SquadQuestions):
+        if self.file.path.endswith(".json"):
             records = [record for record, _ in jsonl.read(path)]
             if any(record["answers"] for record in records):
                 scores = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())

@@ -22,9 +22,6 @@ from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
 
-FORMATS = ("trec", "msmarco", "jsonl")  # of rankings that are written
-MEASURES = ("mrr@10", "ndcg@10", "recall@100", "map")
-
 Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
 _MSMARCO_RUN = ("query", "document", "rank")
@@ -66,7 +63,7 @@ def ranking_lines(
     """Return the output lines of a query.
 
     Args:
-      form: one of FORMATS.
+      form: `trec`, `msmarco` or `jsonl`.
       scores: scores of the documents in input order.
       logits: label logits of the scored documents; jsonl writes only these documents.
     """
@@ -155,7 +152,7 @@ def _number(where: str, fields: Mapping[str, str], name: str, kind: Callable[[st
 def evaluation_report(
     qrels: Qrels,
     runs: Mapping[str, Run],
-    measures: Sequence[str] = MEASURES,
+    measures: Sequence[str],
     *,
     relevance_level: int = 1,
     missing_as_zero: bool = False,

@@ -26,8 +26,7 @@ from t5x.apps.serving import operations, requests
 from t5x.apps.serving.batched_model import BatchedModel
 from t5x.apps.serving.batching import CURRENT_CALL, Call, CancelledCall
 from t5x.apps.serving.security import ApiError, Guard, disconnected, read_body
-from t5x.apps.serving.served_models import ServedModels, UnknownModel
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics, UnknownModel
 from t5x.apps.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)

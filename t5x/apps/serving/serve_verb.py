@@ -1,15 +1,14 @@
 """`t5x serve`: its arguments and the call of its entry point."""
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import Terminated
-from t5x.apps.serving.settings import LOOPBACK, ServerSettings
-from t5x.cli.options import add_import, add_model, given_options, import_modules
-from t5x.cli.parser import VerbParser
+from t5x.apps.serving.settings import LOOPBACK, BatchSettings, ModelSettings, RequestLimits, ServerSettings
+from t5x.cli.options import add_import, import_modules
+from t5x.cli.parser import VerbParser, add_options, passed_options
 
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn")
 
@@ -27,16 +26,11 @@ def define(parser: VerbParser) -> None:
     access.add_argument("--without_token", action="store_true", help="allow anyone who can connect, with --host")
     access.add_argument("--tls_cert", metavar="FILE", help="certificate chain, for HTTPS")
     access.add_argument("--tls_key", metavar="FILE", help="private key of the certificate")
-    groups = {
-        "batches": parser.add_argument_group("batches"),
-        "models": parser.add_argument_group("models"),
-        "limits": parser.add_topic("limits", "limits of requests"),
-    }
-    add_model(groups["models"])
-    add_import(groups["models"])
-    for field in dataclasses.fields(ServerSettings):
-        option = dict(field.metadata)
-        groups[option.pop("group")].add_argument(f"--{field.name}", **option)
+    add_options(parser.add_argument_group("batches"), BatchSettings)
+    models = parser.add_argument_group("models")
+    add_options(models, ModelSettings)
+    add_import(models)
+    add_options(parser.add_topic("limits", "limits of requests"), RequestLimits)
     parser.set_help(
         "Serve models over HTTP: completions, embeddings, reranking, answers, scores, and a page to try them. SIGTERM "
         "answers accepted requests first; SIGHUP reloads the models.",
@@ -64,14 +58,13 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--tls_cert and --tls_key are needed together.")
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port is {args.port}: it must be 0 to 65535.")
-    settings = ServerSettings(**given_options(args, [field.name for field in dataclasses.fields(ServerSettings)]))
+    settings = ServerSettings(**passed_options(args, ServerSettings))
     import_modules(args)
     from t5x.apps.serving.server import serve
 
     serve(
-        directories, settings, host=args.host, port=args.port, token=token, tls_cert=args.tls_cert,
-        tls_key=args.tls_key, **given_options(args, ("vocabulary", "dtype")),
-    )  # fmt: skip
+        directories, settings, host=args.host, port=args.port, token=token, tls_cert=args.tls_cert, tls_key=args.tls_key
+    )
     raise Terminated(0)  # ends at once, even if a model is being compiled
 
 

@@ -9,7 +9,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import uvicorn
@@ -19,8 +18,7 @@ from t5x._runtime.errors import UserError
 from t5x.apps.serving.api import Api
 from t5x.apps.serving.batched_model import BatchShape
 from t5x.apps.serving.batching import Batcher
-from t5x.apps.serving.served_models import ServedModels
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.settings import LOOPBACK, ServerSettings
 from t5x.inference.loaded import BATCH_SIZE
 from t5x.partitioning import multiprocess
@@ -42,7 +40,6 @@ def serve(
     token: str | None = None,
     tls_cert: str | None = None,
     tls_key: str | None = None,
-    **model_options: Any,
 ) -> None:
     """Serve models over HTTP until SIGTERM or Ctrl-C.
 
@@ -51,7 +48,6 @@ def serve(
       host, port: where to listen; port 0 takes a free one.
       token: the bearer token that requests need; None needs none.
       tls_cert, tls_key: PEM files for HTTPS.
-      model_options: `vocabulary` and `dtype`, see `t5x.load`.
     """
     multiprocess.enable_compilation_cache()
     _allow_many_connections()
@@ -65,7 +61,7 @@ def serve(
     rows = settings.batch_size or (_CPU_ROWS if jax.default_backend() == "cpu" else BATCH_SIZE)
     batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
     metrics.queued_rows.set_function(batcher.waiting)
-    models = ServedModels(directories, settings, batcher, metrics, model_options)
+    models = ServedModels(directories, settings, batcher, metrics)
     api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
     config = uvicorn.Config(
         api.app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,

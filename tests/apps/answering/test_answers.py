@@ -14,7 +14,8 @@ import pytest
 from t5x import metrics
 from t5x._runtime.errors import UserError
 from t5x.apps.answering import answers, file_answering
-from t5x.apps.answering.answers import Answer, AnswerOptions
+from t5x.apps.answering.answer_options import AnswerOptions
+from t5x.apps.answering.answers import Answer
 from t5x.apps.answering.spans import Span
 from tests.apps.answering import squad_files
 from tests.inference.models import texts

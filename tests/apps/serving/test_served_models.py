@@ -7,8 +7,7 @@ import time
 import pytest
 
 from t5x.apps.serving.batching import CURRENT_CALL, Batcher, Call
-from t5x.apps.serving.served_models import ServedModels, UnknownModel
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics, UnknownModel
 from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats import open_checkpoint
@@ -39,7 +38,7 @@ def wait_for(condition) -> None:
 def test_a_newer_checkpoint_replaces_a_model_unless_it_is_damaged(tmp_path, batcher):
     put_checkpoint(tmp_path, 3)
     settings = ServerSettings(max_input_length=32, max_length=16)
-    models = ServedModels({"m": str(tmp_path / "run")}, settings, batcher, metrics := ServerMetrics(), {})
+    models = ServedModels({"m": str(tmp_path / "run")}, settings, batcher, metrics := ServerMetrics())
     assert not models.is_ready
     models.load()
     assert models.is_ready and list(models) == ["m"]
