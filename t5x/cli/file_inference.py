@@ -12,11 +12,10 @@ import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.cli.file_options import FileInference
-from t5x.inference.generation import Generation
+from t5x.inference.generation import Decoding, Generation
 from t5x.inference.input_lines import Line, Lines, read_texts
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, Shard, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
-from t5x.inference.options import Decoding
 from t5x.inference.output import FileOutput
 from t5x.partitioning import distributed
 

@@ -151,7 +151,7 @@ class InferenceOptions(BatchOptions, OutputOptions):
 
 @dataclasses.dataclass(kw_only=True)
 class DecodingOptions:
-    """How `t5x infer --model` generates; see `t5x.inference.options.Decoding`."""
+    """How `t5x infer --model` generates; see `t5x.inference.generation.Decoding`."""
 
     beams: int | None = option("N", "beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6")
     length_penalty: float | None = option("X", "divide beam scores by length ** X, as Hugging Face does")

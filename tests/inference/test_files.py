@@ -12,7 +12,7 @@ import pytest
 from t5x._runtime.errors import UserError
 from t5x.cli import file_inference
 from t5x.cli.file_options import FileInference
-from t5x.inference.chunks import Chunks
+from t5x.inference.output import Chunks
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 from tests.support.marks import mark_slow
@@ -372,12 +372,12 @@ def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
         "import resource, signal, sys\n"
         "from t5x.cli import main as cli\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from t5x.inference import chunks\n"
-        "merge = chunks.merge\n"
+        "from t5x.inference import output\n"
+        "merge = output.merge\n"
         "def limited(*args):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "    return merge(*args)\n"
-        "chunks.merge = limited\n"
+        "output.merge = limited\n"
         "sys.exit(cli.run_verb('infer', sys.argv[1:]))\n"
     )
     arguments = [

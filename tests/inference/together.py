@@ -12,7 +12,7 @@ from pathlib import Path
 from t5x import data
 from t5x._runtime import startup
 from t5x.apps.answering.answer_options import AnswerOptions, QuestionFile
-from t5x.apps.answering.file_answering import answer_file
+from t5x.apps.answering.answers import answer_file
 from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_job import rerank
 from t5x.checkpoints import paths

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     options, loading = AnswerOptions(**passed_options(args, AnswerOptions)), passed_options(args, ModelOptions)
     with job_process(args):
         if args.input is not None:
-            from t5x.apps.answering.file_answering import answer_file
+            from t5x.apps.answering.answers import answer_file
 
             answer_file(args.model, QuestionFile(**file), options, **loading)
             return

@@ -28,7 +28,7 @@ def define(parser: VerbParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     work_begins()
-    from t5x.apps.ranking import trec_files
+    from t5x.apps.ranking import ranking_files
 
     names = [os.path.basename(path) for path in args.runs]
     if len(set(names)) < len(names):
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         repeated = next(path for path in args.runs if args.runs.count(path) > 1)
         raise UserError(f"The run {repeated} is given twice. Remove one of them.")
-    runs = {name: trec_files.read_run(path) for name, path in zip(names, args.runs, strict=True)}
+    runs = {name: ranking_files.read_run(path) for name, path in zip(names, args.runs, strict=True)}
     options = MeasureOptions(**passed_options(args, MeasureOptions))
-    report = trec_files.evaluation_report(
-        trec_files.read_qrels(args.qrels), runs, options.measures, relevance_level=options.relevance_level,
+    report = ranking_files.evaluation_report(
+        ranking_files.read_qrels(args.qrels), runs, options.measures, relevance_level=options.relevance_level,
         missing_as_zero=args.missing_as_zero, per_query_path=args.per_query, as_json=args.json,
     )  # fmt: skip
     print(report)

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from t5x._runtime.errors import UserError, located
+from t5x.apps.ranking.ranking_files import evaluation_report, ranking_lines, read_qrels, read_run
 from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork, Work
 from t5x.apps.ranking.reranker import EncodedPairs, PassageWindows, Reranker, check_finite, log_truncated, scores
-from t5x.apps.ranking.trec_files import evaluation_report, ranking_lines, read_qrels, read_run
 from t5x.inference.jobs import JobProgress, Record, ResumableJob, Shard, check_counts, run_job
 from t5x.inference.loaded import load
 from t5x.inference.output import FileOutput, Output
@@ -30,8 +30,10 @@ def rerank(run: RerankOptions) -> None:
     `<output>-<shard>-of-<shards>`, and all shards concatenated are the complete result. Only `jsonl` of pairs splits
     queries.
     """
-    counts = {"batch_size": run.batch_size, "checkpoint_period": run.checkpoint_period, "num_shards": run.num_shards}
-    check_counts("--", shard_id=run.shard_id, **counts)
+    check_counts(
+        "--", batch_size=run.batch_size, checkpoint_period=run.checkpoint_period, num_shards=run.num_shards,
+        shard_id=run.shard_id,
+    )  # fmt: skip
     if run.input == "-" and (run.num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")
     shard = Shard(run.shard_id, run.num_shards)
@@ -57,10 +59,7 @@ def rerank(run: RerankOptions) -> None:
     work = _read_work(run, _check_of([ranker] if second is None else [ranker, second]))
     if judgments is not None and not judgments.keys() & work.query_ids:
         raise UserError(f"No query of the input is judged in {run.qrels}. Check that both use the same query ids.")
-    job = _Reranking(
-        work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, second_top=run.pairwise_top,
-        form=run.format, source={**counts, "shard_id": run.shard_id, "vocabulary": run.vocabulary},
-    )  # fmt: skip
+    job = _Reranking(work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, run=run)
     log.info("%d passage(s) of %d quer%s", job.num_pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
     if work.empty:
         log.warning("%d passage(s) have no text; they are scored without it", work.empty)
@@ -105,8 +104,7 @@ class _Reranking(ResumableJob):
 
     Args:
       units: indices of the units to score.
-      second: a pairwise ranker for the first `second_top` passages of each query.
-      source: further options that the results depend on: `batch_size`, `checkpoint_period`, in batches, and others.
+      second: a pairwise ranker for the first `pairwise_top` passages of each query.
     """
 
     description: str = "rerank"
@@ -116,30 +114,30 @@ class _Reranking(ResumableJob):
     units: range
     ranker: Reranker
     second: Reranker | None
-    second_top: int
-    form: str
-    source: dict[str, Any]
+    run: RerankOptions
 
     def __post_init__(self):
         sizes = self.work.sizes[self.units.start : self.units.stop]
         self.num_pairs = sum(sizes)
         self.total = sum(map(self._comparisons, sizes))
-        self.quiet_up_to = self.source["batch_size"]
-        self._rows = self.ranker.loaded.rows(self.num_pairs, self.source["batch_size"])
+        self.quiet_up_to = self.run.batch_size
+        self._rows = self.ranker.loaded.rows(self.num_pairs, self.run.batch_size)
 
     def identity(self) -> dict[str, Any]:
-        windows = self.ranker.windows
+        run, windows = self.run, self.ranker.windows
         parts = {
-            **_identity("model", self.ranker), "format": self.form, "input": self.work.digest,
-            "windows": None if windows is None else dataclasses.asdict(windows),
+            **_identity("model", self.ranker), "format": run.format, "input": self.work.digest,
+            "windows": None if windows is None else dataclasses.asdict(windows), "batch_size": run.batch_size,
+            "checkpoint_period": run.checkpoint_period, "num_shards": run.num_shards, "shard_id": run.shard_id,
+            "vocabulary": run.vocabulary,
         }  # fmt: skip
         if self.second is not None:
-            parts |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
-        return {**parts, **self.source}
+            parts |= {**_identity("pairwise", self.second), "pairwise_top": run.pairwise_top}
+        return parts
 
     def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
         first = self.units.start + sum(record["units"] for record in finished)
-        size = self.source["checkpoint_period"] * self.source["batch_size"]
+        size = self.run.checkpoint_period * self.run.batch_size
         units = _group(self.work.units(first, self.units.stop), size, self.inputs_of)
         return list(finished), _prefetch(map(self._encode, units))
 
@@ -170,7 +168,7 @@ class _Reranking(ResumableJob):
         for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             unscored = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.unscored)}
-            lines += ranking_lines(self.form, unit.query_id, of_unit | unscored, of_labels)
+            lines += ranking_lines(self.run.format, unit.query_id, of_unit | unscored, of_labels)
         record = {
             "units": len(units), "pairs": pairs, "shown": progress.done - before, "cut": cut,
             "cut_queries": cut_queries,
@@ -181,7 +179,7 @@ class _Reranking(ResumableJob):
         self, second: Reranker, units: Sequence[RankingUnit], scores_of: list[dict[str, float]], progress: JobProgress
     ) -> EncodedPairs:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self.second_top] for of_unit in scores_of]
+        first = [ranked(of_unit)[: self.run.pairwise_top] for of_unit in scores_of]
         pairs = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
@@ -198,7 +196,7 @@ class _Reranking(ResumableJob):
         return encoded
 
     def _comparisons(self, size: int) -> int:
-        compared = 0 if self.second is None else min(size, self.second_top)
+        compared = 0 if self.second is None else min(size, self.run.pairwise_top)
         return size + compared * max(compared - 1, 0)
 
 

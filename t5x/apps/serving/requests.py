@@ -9,8 +9,8 @@ from msgspec import Meta
 from t5x._runtime.version import __version__
 from t5x.apps.serving.settings import ServerSettings
 from t5x.decoding.constraints import PENALTIES
+from t5x.inference.generation import HUGGINGFACE_NAMES
 from t5x.inference.loaded import MAX_LENGTH
-from t5x.inference.options import HUGGINGFACE_NAMES
 
 OPENAI_NAMES = {"max_tokens": "max_length", "n": "num_return"}  # of decoding options that have another name here
 _MAX_INTEGER = 2**31 - 1

@@ -14,8 +14,8 @@ from t5x.apps.serving.batching import Batcher, BatchRow
 from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints import names
 from t5x.checkpoints.store import CheckpointStore
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import load
-from t5x.inference.options import Decoding
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import pytest
 from t5x import load
 from t5x._runtime.errors import UserError
 from t5x.apps.ranking import rerank_job
+from t5x.apps.ranking.ranking_files import read_run
 from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_inputs import RankingUnit
 from t5x.apps.ranking.rerank_job import rerank, symmetric_sum
 from t5x.apps.ranking.reranker import PassageWindows, Reranker
 from t5x.apps.ranking.templates import PairTemplate
-from t5x.apps.ranking.trec_files import read_run
 from t5x.inference.output import FileOutput
 from tests.apps.ranking.test_collections import write
 from tests.inference.models import byte_model
@@ -171,7 +171,7 @@ def test_interrupted_run_resumes_with_identical_output(finished, place, tmp_path
 def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, tmp_path, monkeypatch):
     whole = ranked(place, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("t5x.inference.chunks.Chunks.remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("t5x.inference.output.Chunks.remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
         ranked(place, tmp_path / "out")
     assert ranked(place, tmp_path / "out") == whole
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]

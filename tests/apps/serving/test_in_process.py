@@ -17,8 +17,8 @@ from t5x.apps.serving.batching import CURRENT_CALL, Batcher, BatchRow, Call
 from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.server import listen
 from t5x.apps.serving.settings import ServerSettings
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import load
-from t5x.inference.options import Decoding
 from tests.inference.models import byte_model
 
 PROMPT = "hadcggg"  # its output is longer than the first piece of a stream
