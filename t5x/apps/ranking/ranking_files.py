@@ -279,44 +279,28 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
 
 def ranking_lines(
     form: str, query: str, scores: Mapping[str, float], logits: Mapping[str, Sequence[float]]
-) -> list[bytes]:
-    """Return the output lines of a query.
+) -> Iterator[bytes]:
+    """Yield the output lines of a query, ranked; in the formats of TREC and jsonl, scores are written without loss.
 
     Args:
       form: `trec`, `msmarco` or `jsonl`.
       scores: scores of the documents in input order.
-      logits: label logits of the scored documents; jsonl writes only these documents.
-    """
-    if form != "jsonl":
-        return list((trec_lines if form == "trec" else msmarco_lines)({query: scores}))
-    lines = []
-    for document, of_labels in logits.items():
-        named = dict(zip(("true_logit", "false_logit"), map(float, of_labels), strict=False))
-        lines.append(jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named}))
-    return lines
-
-
-def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
-    """Yield the lines of a run in TREC's format, ranked; scores are written without loss.
+      logits: label logits of the scored documents; jsonl writes only these documents, in input order.
 
     Raises:
       UserError: if an id cannot be written.
     """
-    for query, scores in run.items():
-        for rank, document in enumerate(ranked(scores, query), start=1):
-            score = float(scores[document])
-            yield f"{check_id(query)} Q0 {check_id(document)} {rank} {score!r} {check_id(tag)}\n".encode()
-
-
-def msmarco_lines(run: Run) -> Iterator[bytes]:
-    """Yield the lines of a run in MS MARCO's format: ranks from 1, without scores.
-
-    Raises:
-      UserError: if an id cannot be written.
-    """
-    for query, scores in run.items():
-        for rank, document in enumerate(ranked(scores, query), start=1):
-            yield f"{check_id(query)}\t{check_id(document)}\t{rank}\n".encode()
+    if form == "jsonl":
+        for document, of_labels in logits.items():
+            named = dict(zip(("true_logit", "false_logit"), map(float, of_labels), strict=False))
+            yield jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named})
+        return
+    for rank, document in enumerate(ranked(scores, query), start=1):
+        if form == "trec":
+            line = f"{check_id(query)} Q0 {check_id(document)} {rank} {float(scores[document])!r} t5x\n"
+        else:
+            line = f"{check_id(query)}\t{check_id(document)}\t{rank}\n"
+        yield line.encode()
 
 
 def check_id(text: str, hint: str = "") -> str:

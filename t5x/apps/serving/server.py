@@ -31,23 +31,12 @@ _BACKLOG = 2048
 _CPU_ROWS = 8  # on CPUs, padding rows cost as much as others
 
 
-def serve(
-    directories: Mapping[str, str],
-    settings: ServerSettings,
-    *,
-    host: str = LOOPBACK[0],
-    port: int = 8000,
-    token: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-) -> None:
+def serve(directories: Mapping[str, str], settings: ServerSettings, token: str | None = None) -> None:
     """Serve models over HTTP until SIGTERM or Ctrl-C.
 
     Args:
       directories: {name: a checkpoint, or a MODEL_DIR}.
-      host, port: where to listen; port 0 takes a free one.
       token: the bearer token that requests need; None needs none.
-      tls_cert, tls_key: PEM files for HTTPS.
     """
     multiprocess.enable_compilation_cache()
     _allow_many_connections()
@@ -62,20 +51,21 @@ def serve(
     batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
     metrics.queued_rows.set_function(batcher.waiting)
     models = ServedModels(directories, settings, batcher, metrics)
-    api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
+    api = Api(models, settings, metrics, token=token, is_local=settings.host in LOOPBACK)
     config = uvicorn.Config(
         api.app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         backlog=_BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-        ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
     )  # fmt: skip
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
-        raise UserError(f"--tls_cert {tls_cert} or --tls_key {tls_key} cannot be used: {error}.") from error
-    listener = listen(host, port)
-    address = f"[{host}]" if ":" in host else host
-    log.info("listening on %s://%s:%d", "https" if tls_cert else "http", address, listener.getsockname()[1])
+        files = f"--tls_cert {settings.tls_cert} or --tls_key {settings.tls_key}"
+        raise UserError(f"{files} cannot be used: {error}.") from error
+    listener = listen(settings.host, settings.port)
+    address = f"[{settings.host}]" if ":" in settings.host else settings.host
+    log.info("listening on %s://%s:%d", "https" if settings.tls_cert else "http", address, listener.getsockname()[1])
     asyncio.run(_run(config, listener, api, models, settings))
     batcher.close()
     log.info("all requests are answered")

@@ -4,10 +4,28 @@ import dataclasses
 
 from t5x._runtime.errors import UserError, check_at_least
 from t5x.cli.options import ModelOptions
-from t5x.cli.parser import option
+from t5x.cli.parser import flag, option
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _WARM_UPS = ("generate", "rank", "embed", "score")
+
+
+@dataclasses.dataclass(kw_only=True)
+class AddressSettings:
+    """Where a server listens."""
+
+    port: int = option("N", "default: 8000; 0 takes a free one", 8000)
+    host: str = option("HOST", "default: 127.0.0.1, this machine only", LOOPBACK[0])
+
+
+@dataclasses.dataclass(kw_only=True)
+class AccessSettings:
+    """Who may connect."""
+
+    token_file: str | None = option("FILE", "bearer token (or set T5X_SERVE_TOKEN)")
+    without_token: bool = flag("allow anyone who can connect, with --host")
+    tls_cert: str | None = option("FILE", "certificate chain, for HTTPS")
+    tls_key: str | None = option("FILE", "private key of the certificate")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,10 +71,14 @@ class RequestLimits:
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServerSettings(BatchSettings, ModelSettings, RequestLimits):
+class ServerSettings(AddressSettings, AccessSettings, BatchSettings, ModelSettings, RequestLimits):
     """The settings of a server."""
 
     def __post_init__(self):
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UserError("--tls_cert and --tls_key are needed together.")
+        if not 0 <= self.port < 1 << 16:
+            raise UserError(f"--port is {self.port}: it must be 0 to 65535.")
         counts = ("batch_size", "max_queue", "max_documents", "max_length", "max_beams")
         check_at_least(1, "--", **{name: getattr(self, name) for name in counts})
         check_at_least(32, "--", max_input_length=self.max_input_length)

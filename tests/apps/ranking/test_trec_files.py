@@ -9,19 +9,23 @@ RUN = {"q1": {"d1": 0.1, "d2": 3.0000000000000004, "d0": 0.1}, "q2": {"é\u00a0"
 QRELS = {"q1": {"d1": 3, "d9": 0}, "q2": {"é\u00a0": -1}}
 
 
+def written(form, run):
+    return b"".join(line for query in run for line in ranking_files.ranking_lines(form, query, run[query], {}))
+
+
 def test_runs_and_judgments_are_read_back(tmp_path):
-    (tmp_path / "run.txt").write_bytes(b"".join(ranking_files.trec_lines(RUN, tag="bm25")))
+    (tmp_path / "run.txt").write_bytes(written("trec", RUN))
     assert (tmp_path / "run.txt").read_text(encoding="utf-8").split("\n") == [
-        "q1 Q0 d2 1 3.0000000000000004 bm25",
-        "q1 Q0 d1 2 0.1 bm25",
-        "q1 Q0 d0 3 0.1 bm25",
-        "q2 Q0 é\u00a0 1 -1e-300 bm25",
+        "q1 Q0 d2 1 3.0000000000000004 t5x",
+        "q1 Q0 d1 2 0.1 t5x",
+        "q1 Q0 d0 3 0.1 t5x",
+        "q2 Q0 é\u00a0 1 -1e-300 t5x",
         "",
     ]
     assert ranking_files.read_run(tmp_path / "run.txt") == RUN
     (tmp_path / "qrels.txt").write_text("q1 0 d1 3\nq1 0 d9 0\nq2 0 é\u00a0 -1\n", encoding="utf-8")
     assert ranking_files.read_qrels(tmp_path / "qrels.txt") == QRELS
-    (tmp_path / "run.tsv").write_bytes(b"".join(ranking_files.msmarco_lines(RUN)))
+    (tmp_path / "run.tsv").write_bytes(written("msmarco", RUN))
     assert (tmp_path / "run.tsv").read_text(encoding="utf-8") == "q1\td2\t1\nq1\td1\t2\nq1\td0\t3\nq2\té\u00a0\t1\n"
     assert ranking_files.read_run(tmp_path / "run.tsv") == {"q1": {"d2": -1, "d1": -2, "d0": -3}, "q2": {"é\u00a0": -1}}
 
@@ -80,8 +84,8 @@ def test_missing_files_and_invalid_ids_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"run\.txt"):
         ranking_files.read_run(tmp_path / "run.txt")
     for name in ("two words", ""):
-        for lines in (ranking_files.trec_lines, ranking_files.msmarco_lines):
+        for form in ("trec", "msmarco"):
             with pytest.raises(UserError, match=f"{name!r} .*id"):
-                list(lines({"q": {name: 1.0}}))
+                written(form, {"q": {name: 1.0}})
     with pytest.raises(UserError, match=r"7 .*id"):
         ranking_files.check_id(7)
