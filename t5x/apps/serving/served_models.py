@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from t5x._runtime.errors import UserError
 from t5x.apps.serving.batched_model import BatchedModel, BatchShape
 from t5x.apps.serving.batching import Batcher, BatchRow
+from t5x.apps.serving.security import ApiError
 from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints import names
 from t5x.checkpoints.store import CheckpointStore
@@ -54,10 +55,6 @@ class ServerMetrics:
         return generate_latest(self._registry).decode()
 
 
-class UnknownModel(Exception):
-    """A request names a model that the server does not have."""
-
-
 class ServedModels:
     """The models of a server.
 
@@ -83,10 +80,15 @@ class ServedModels:
         return iter(self._directories)
 
     def get(self, name: str | None) -> tuple[str, BatchedModel]:
-        """Return the name and model that a request asks for; the first if it names none."""
+        """Return the name and model that a request asks for; the first if it names none.
+
+        Raises:
+          ApiError: there is no such model.
+        """
         name = next(iter(self._models)) if name is None else name
         if name not in self._models:
-            raise UnknownModel(f"There is no model {name[:100]!r}. Models: {', '.join(self._models)}.")
+            message = f"There is no model {name[:100]!r}. Models: {', '.join(self._models)}."
+            raise ApiError(404, message, "not_found_error")
         return name, self._models[name]
 
     def load(self) -> None:
