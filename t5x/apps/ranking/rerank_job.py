@@ -164,7 +164,7 @@ class _Reranking(ResumableJob):
         if self.second is not None:
             compared = self._compare(self.second, units, scores_of, progress)
             cut, cut_queries = cut + compared.cut, cut_queries + compared.cut_queries
-        lines = []
+        lines: list[bytes] = []
         for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             unscored = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.unscored)}
