@@ -100,7 +100,7 @@ def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
 def measure_infer(args: argparse.Namespace) -> None:
     """For each line on standard input, print the inputs per second of `t5x infer`, and its CPU seconds per input."""
     import t5x
-    from t5x.inference.options import Decoding
+    from t5x.inference.generation import Decoding
 
     model = t5x.load(args.measure, vocabulary="bytes")
     ids = [model.input_ids(text, 512)[0] for text in texts(args, args.requests)]

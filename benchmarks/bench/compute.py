@@ -13,8 +13,8 @@ from benchmarks.bench import measures
 from benchmarks.bench.workload import Workload
 from t5x.checkpoints.formats.source import Source
 from t5x.inference.engine import Engine
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import LoadedModel
-from t5x.inference.options import Decoding
 from t5x.network import compute_params
 from t5x.network.flops import encoder_decoder_flops, encoder_flops, generation_flops, scoring_flops
 from t5x.trainer import Trainer

@@ -9,8 +9,8 @@ from t5x.apps.ranking.reranker import RankMethods
 from t5x.checkpoints.convert import convert
 from t5x.files.untrusted import parse_json
 from t5x.inference import loaded
+from t5x.inference.generation import HUGGINGFACE_NAMES
 from t5x.inference.loaded import Generation, LoadedModel, read_inputs
-from t5x.inference.options import HUGGINGFACE_NAMES
 from t5x.partitioning.multiprocess import enable_compilation_cache
 
 __all__ = ["Generation", "Model", "TransformersPipeline", "load", "pipeline"]

@@ -22,8 +22,8 @@ from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.files.directory import open_directory
 from t5x.files.user_files import absolute_path
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import open_model
-from t5x.inference.options import Decoding
 from t5x.models import DecoderOnlyModel
 from t5x.partitioning import PjitPartitioner
 from t5x.runs.eval import evaluate, wait_for_checkpoint

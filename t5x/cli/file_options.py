@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from t5x._runtime.errors import UserError, check_at_least
-from t5x.cli.options import DTYPE, flags
-from t5x.cli.parser import add_options, flag, option, passed_options
+from t5x.cli.options import DTYPE, BatchOptions, OutputOptions, ShardOptions, flags
+from t5x.cli.parser import add_options, choice, flag, option, passed_options
 
 if TYPE_CHECKING:
     from t5x.data.data_description import DataDescription
@@ -92,7 +92,7 @@ class FileTraining(FileOptions):
         "NAME", "exact_match (default), accuracy, … of t5x.metrics, your own module:function, or none", "exact_match"
     )
     seed: int = option("N", "seed of initial parameters, data order and dropout (0)", 0)
-    dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
+    dtype: str | None = choice(*DTYPE)
     skip_bad_examples: bool = flag("skip lines that cannot be read")
 
     def __post_init__(self):
@@ -122,7 +122,7 @@ class FileEvaluation(FileOptions):
     )
     beams: int = option("N", "beam size (1, greedy)", 1)
     batch_size: int = option("N", "examples per batch (32)", 32)
-    dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
+    dtype: str | None = choice(*DTYPE)
     output: str | None = option("DIR", "directory for predictions and metrics (default: only print the metrics)")
     skip_bad_examples: bool = flag("skip lines that cannot be read")
 
@@ -132,12 +132,56 @@ class FileEvaluation(FileOptions):
             raise UserError("--wait_until_step follows the checkpoints of a run: add --all.")
 
 
+@dataclasses.dataclass(kw_only=True)
+class InferenceOptions(BatchOptions, OutputOptions):
+    """What `t5x infer --model` computes."""
+
+    model: str = option("DIR", "a checkpoint, or a MODEL_DIR (its newest complete checkpoint)", _REQUIRED)
+    input: str = option(
+        "FILE",
+        "text (an input per line), .jsonl, .tsv, .csv or .parquet; - is standard input",
+        _REQUIRED,
+        also=("--data",),
+    )
+    mode: str = choice(("predict", "score"), 'score: of given "targets" (default: predict)', "predict")
+    long: str = choice(("truncate", "error"), "truncate longer inputs (default), or refuse them", "truncate")
+    output_ids: bool = flag("also write prediction_tokens")
+    dtype: str | None = choice(*DTYPE)
+
+
+@dataclasses.dataclass(kw_only=True)
+class DecodingOptions:
+    """How `t5x infer --model` generates; see `t5x.inference.generation.Decoding`."""
+
+    beams: int | None = option("N", "beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6")
+    length_penalty: float | None = option("X", "divide beam scores by length ** X, as Hugging Face does")
+    num_return: int | None = option("N", "maximum results per input, best first (1)")
+    temperature: float | None = option("X", "sample with this temperature")
+    top_k: int | None = option("N", "sample from the N most probable tokens")
+    top_p: float | None = option("X", "sample from the most probable tokens of total probability X")
+    seed: int | None = option("N", "seed of samples (0)")
+    min_length: int | None = option("N", "minimum generated tokens, below --max_length")
+    no_repeat_ngram: int | None = option("N", "never repeat N consecutive tokens")
+    repetition_penalty: float | None = option("X", "above 1: fewer repeated tokens")
+    choices: str | None = option("FILE", "the only possible outputs, one per line")
+
+    def passed_decoding(self) -> dict[str, Any]:
+        """Return those of these options that are set."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(DecodingOptions)}
+        return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclasses.dataclass(kw_only=True)
+class FileInference(InferenceOptions, DataOptions, DecodingOptions, ShardOptions):
+    """The options of `t5x infer --model`."""
+
+
 Options = TypeVar("Options", bound=FileOptions)
 
 
-def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> None:
+def add(parser: argparse.ArgumentParser, title: str, options: type = FileOptions) -> None:
     """Add a group with these options."""
-    add_options(parser.add_argument_group(title), options, first=("data", "model", "valid"))
+    add_options(parser.add_argument_group(title), options, first=("data", "model", "valid", "input"))
 
 
 def parsed(args: argparse.Namespace, options: type[Options]) -> Options:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,17 +10,47 @@ from typing import Any
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import work_begins
-from t5x.cli.parser import VerbParser
+from t5x.cli.parser import VerbParser, add_options, choice, flag, option
 
-DTYPE: dict[str, Any] = {
-    "choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)",
-}  # fmt: skip
+DTYPE = (("float32", "bfloat16"), "dtype of the activations (float32 on CPUs, else bfloat16)")
 
 
-def add_model(group: Any) -> None:
-    """Add the options for the vocabulary and dtype of --model."""
-    group.add_argument("--vocabulary", metavar="FILE", help="for a model without one: spiece.model, or bytes")
-    group.add_argument("--dtype", **DTYPE)
+@dataclasses.dataclass(kw_only=True)
+class ModelOptions:
+    """How a model is loaded."""
+
+    vocabulary: str | None = option("FILE", "for a model without one: spiece.model, or bytes")
+    dtype: str | None = choice(*DTYPE)
+
+
+@dataclasses.dataclass(kw_only=True)
+class OutputOptions:
+    """Where a job writes its results."""
+
+    output: str = option("FILE", "file for the results; - is standard output (default)", "-")
+    overwrite: bool = flag("replace an existing output, and chunks of another run")
+
+
+@dataclasses.dataclass(kw_only=True)
+class BatchOptions:
+    """How much a job computes and saves at once."""
+
+    batch_size: int = option("N", "inputs per batch (32)", 32)
+    checkpoint_period: int = option("N", "save results every N batches (16)", 16)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ShardOptions:
+    """Which part of the input a job processes."""
+
+    num_shards: int = option("N", "number of shards (1)", 1)
+    shard_id: int = option("I", "index of this shard, from 0", 0, type=int)
+
+
+def add_shards(parser: VerbParser) -> None:
+    """Add the options of `ShardOptions` on a page of their own."""
+    title = "shards: parts of the input, each processed by a separate command"
+    add_options(parser.add_topic("shards", title), ShardOptions)
 
 
 def add_gin(parser: VerbParser) -> None:
@@ -178,29 +209,6 @@ def run_gin(args: argparse.Namespace, entry: Callable, examples: Sequence[str], 
     work_begins()
     with processes(args):
         return configuration.configured(entry)()
-
-
-JOB_OPTIONS, SHARD_OPTIONS = ("output", "overwrite", "batch_size", "checkpoint_period"), ("num_shards", "shard_id")
-
-
-def add_output(group: Any, content: str) -> None:
-    group.add_argument("--output", metavar="FILE", help=f"{content}; - is standard output (default)")
-    group.add_argument(
-        "--overwrite", action="store_true", default=None, help="replace an existing output, and chunks of another run"
-    )
-
-
-def add_batches(group: Any, unit: str, checkpoint_period: int) -> None:
-    group.add_argument("--batch_size", type=int, metavar="N", help=f"{unit} per batch (32)")
-    group.add_argument(
-        "--checkpoint_period", type=int, metavar="N", help=f"save results every N batches ({checkpoint_period})"
-    )
-
-
-def add_shards(parser: VerbParser) -> None:
-    shards = parser.add_topic("shards", "shards: parts of the input, each processed by a separate command")
-    shards.add_argument("--num_shards", type=int, metavar="N", help="number of shards (1)")
-    shards.add_argument("--shard_id", type=int, metavar="I", help="index of this shard, from 0")
 
 
 @contextlib.contextmanager

@@ -226,7 +226,9 @@ class Engine:
             output = jax.device_get(output)
             axes = jax.tree.map(lambda x: 0, output) if row_axes is None else row_axes
             for row, position in enumerate(batch.positions):
-                results[position] = jax.tree.map(lambda x, axis, row=row: _row(x, axis, row), output, axes)
+                results[position] = jax.tree.map(
+                    lambda x, axis, row=row: x if axis < 0 else x.take(row, axis), output, axes
+                )
             done += len(batch.positions)
             after_batch(done)
 
@@ -295,7 +297,3 @@ def _check_host_memory(converter: FeatureConverter, rows: int, lengths: Mapping[
             f"A batch of {rows} row(s) of up to {dict(lengths)} tokens needs {human_size(needed)} of memory, but only "
             f"{human_size(free)} are free. Lower the lengths (--max_length, task_feature_lengths) or the batch size."
         )
-
-
-def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:
-    return array if axis < 0 else array.take(row, axis)

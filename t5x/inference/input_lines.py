@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from t5x._runtime.errors import UserError
 from t5x.data.data_description import DataDescription, field_names, fill
@@ -15,7 +15,7 @@ from t5x.files import user_files
 from t5x.files.remote import is_remote
 from t5x.telemetry import jsonl
 
-_SPLIT = "input"
+SPLIT = "input"
 _PAUSE = 0.05  # seconds
 
 
@@ -37,19 +37,6 @@ class Line(NamedTuple):
     targets: str = ""
 
 
-class ExampleFile(Protocol):
-    """What a job needs of its input; see `Lines`."""
-
-    path: str
-    is_stream: bool
-
-    def count(self) -> int | None: ...
-
-    def __iter__(self) -> Iterator[Line | None]: ...
-
-    def where(self, number: int) -> str: ...
-
-
 class Lines:
     """The examples of a file.
 
@@ -60,21 +47,33 @@ class Lines:
       data: which fields are the inputs and targets.
       live: the result of each line is awaited: yield None when standard input pauses, and show a prompt if it is a
         terminal.
+      source: reads a file of another format, whose split is SPLIT.
 
     Attributes:
       is_stream: whether it can be read only once.
     """
 
-    def __init__(self, path: str, *, needs_targets: bool, data: DataDescription | None = None, live: bool = False):
+    def __init__(
+        self,
+        path: str,
+        *,
+        needs_targets: bool,
+        data: DataDescription | None = None,
+        live: bool = False,
+        source: DataSource | None = None,
+    ):
         self.path = path
         self.live = live and path == "-"
         self._needs_targets = needs_targets
         self._data = data or DataDescription()
-        self._is_text = ending_of(path) not in ENDINGS
-        self._source: DataSource | None = None
+        self._is_text = source is None and ending_of(path) not in ENDINGS
+        files = {SPLIT: path}
         if ending_of(path) in ENDINGS - {".jsonl"} or path.endswith((".bz2", ".xz")) or is_remote(path):
+            source = TextLineDataSource(files) if self._is_text else source or source_of(files, self._data.columns)
+        self._source = source
+        if source is not None:
             self.is_stream = False
-            self._size = self._open_source()
+            self._size = self._check_source(source)
             return
         try:
             mode = 0 if path == "-" else os.stat(path).st_mode
@@ -93,22 +92,19 @@ class Lines:
             yield from self._read_stream()
             return
         for index in range(self._size):
-            example = self._source.example(_SPLIT, index)
+            example = self._source.example(SPLIT, index)
             raw = jsonl.encode(example)
             yield self._text_line(index, raw, example["text"]) if self._is_text else self._line(index, raw, example)
 
     def where(self, number: int) -> str:
         if self._source is not None:
-            return self._source.location(_SPLIT, number)
+            return self._source.location(SPLIT, number)
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
 
-    def _open_source(self) -> int:
-        """Open a file that is not read line by line. Return the number of its examples."""
-        files = {_SPLIT: self.path}
-        source = TextLineDataSource(files) if self._is_text else source_of(files, self._data.columns)
-        self._source = source
+    def _check_source(self, source: DataSource) -> int:
+        """Check the fields of a file that is not read line by line. Return the number of its examples."""
         try:
-            size = source.num_examples(_SPLIT)
+            size = source.num_examples(SPLIT)
         except NoExamples as error:
             if ending_of(self.path) not in TABLES:
                 return 0
@@ -118,7 +114,7 @@ class Lines:
             ) from error
         if not self._is_text:
             targets = field_names(self._data.targets) if self._needs_targets else []
-            check_fields(source, _SPLIT, field_names(self._data.inputs) + targets)
+            check_fields(source, SPLIT, field_names(self._data.inputs) + targets)
         return size
 
     def _read_stream(self) -> Iterator[Line | None]:

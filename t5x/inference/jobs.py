@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from t5x._runtime.errors import UserError, check_at_least
-from t5x.inference.input_lines import ExampleFile, Line
+from t5x.inference.input_lines import Line, Lines
 from t5x.inference.output import Output
 from t5x.partitioning import distributed
 from t5x.telemetry import Progress, jsonl
@@ -170,7 +170,7 @@ class LineJob(ResumableJob):
       source: further options that the results depend on: `checkpoint_period`, in batches, and others.
     """
 
-    file: ExampleFile
+    file: Lines
     shard: Shard = WHOLE
     batch_size: int
     source: dict[str, Any]

@@ -21,8 +21,7 @@ from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.inference import generation
 from t5x.inference.engine import FEW, MANY_ROWS, Engine, MaskingVariants, coarse_bucket, coarse_shape, row_count
-from t5x.inference.generation import Generation, cut_at_stop, without_padding
-from t5x.inference.options import Decoding, translate_arguments
+from t5x.inference.generation import Decoding, Generation, cut_at_stop, translate_arguments, without_padding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import default_dtype
 from t5x.partitioning import PjitPartitioner
@@ -246,8 +245,8 @@ class LoadedModel:
           seed: seed of samples; the i-th string of a list gets the same sample in any batch.
           token_scores: also return the log probability of each token.
           decoding: `max_length`, the maximum number of generated tokens (128); `stop`, strings before which the output
-            ends; the fields of `t5x.inference.options.Decoding`, greedy by default; or Hugging Face's names of these
-            (`max_new_tokens`, `num_beams`, `do_sample`, …), see `t5x.inference.options.translate_arguments`.
+            ends; the fields of `t5x.inference.generation.Decoding`, greedy by default; or Hugging Face's names of these
+            (`max_new_tokens`, `num_beams`, `do_sample`, …), see `t5x.inference.generation.translate_arguments`.
 
         Returns:
           A `Generation` for each string, or with num_return > 1 a list of at most `num_return`. For a single string,

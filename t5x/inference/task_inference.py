@@ -28,11 +28,20 @@ from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 from t5x.files.digests import digest_of
 from t5x.files.directory import open_directory
-from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, merge, read_json, refuse_foreign
 from t5x.inference.engine import Engine
 from t5x.inference.generation import without_padding
 from t5x.inference.jobs import WHOLE, JobProgress, Record, ResumableJob, Shard
-from t5x.inference.output import Output
+from t5x.inference.output import (
+    COMPLETED,
+    JOB_FILE,
+    Chunks,
+    Output,
+    changed_error,
+    is_intact,
+    merge,
+    read_json,
+    refuse_foreign,
+)
 from t5x.models import BaseTransformerModel
 from t5x.network.padding import MaskingVariants
 from t5x.telemetry import jsonl

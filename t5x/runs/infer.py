@@ -1,4 +1,4 @@
-"""Batch inference: `t5x infer`, over a task with gin files, or over a file with a model directory."""
+"""Batch inference over a task: `t5x infer` with gin files. `cli/file_inference.py` reads a file."""
 
 import dataclasses
 import functools
@@ -18,9 +18,7 @@ from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, check_split, get_subtasks
 from t5x.files.directory import make_directory
 from t5x.inference.engine import MANY_ROWS, Engine
-from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
-from t5x.inference.loaded import load
 from t5x.inference.task_inference import (
     TaskExamples,
     TaskJob,
@@ -40,8 +38,6 @@ from t5x.trainer.state_layout import StateLayout, write_run_info
 __all__ = [
     "create_task_from_tfexample_file",
     "infer",
-    "infer_file",
-    "load",
     "merge_chunks_to_file",
     "write_inferences_to_file",
 ]

@@ -12,7 +12,7 @@ import pytest
 
 import t5x
 from t5x._runtime.errors import UserError
-from t5x.inference.options import Decoding, translate_arguments
+from t5x.inference.generation import Decoding, translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model
 from tests.support.paths import SHARED

@@ -17,7 +17,7 @@ from t5x import configuration, data
 from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.model_description import model_of
-from t5x.cli import file_options
+from t5x.cli import file_inference, file_options
 from t5x.cli.file_options import FileTraining
 from t5x.cli.file_training import train_file
 from t5x.cli.inspect_verb import canonical_params, params_sha256
@@ -25,7 +25,6 @@ from t5x.cli.parser import passed_options
 from t5x.data.data_description import DataDescription
 from t5x.data.file_tasks import check_examples
 from t5x.data.vocabularies.loading import vocabulary_named
-from t5x.inference import file_inference
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 from tests.support.paths import SHARED

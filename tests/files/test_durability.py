@@ -18,8 +18,7 @@ from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
 from t5x.data import cache_reader, cache_writer, preprocessors
 from t5x.files import atomic, local_copies
-from t5x.inference.chunks import Chunks
-from t5x.inference.output import FileOutput
+from t5x.inference.output import Chunks, FileOutput
 from t5x.telemetry import MetricWriter, copy_progress, jsonl
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.helpers import SIDECARS, assert_same, make_tree

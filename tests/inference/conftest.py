@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from t5x.apps.answering import file_answering
+from t5x.apps.answering import answers
 from t5x.apps.ranking import rerank_job
-from t5x.inference import file_inference, loaded
+from t5x.cli import file_inference
+from t5x.inference import loaded
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 
 # Six inputs of about one length, in chunks of two.
 VERBS = {
     "infer": (file_inference, "in.txt", ["--max_length=4", "--max_input_length=40"]),
-    "answer": (file_answering, "questions.jsonl", ["--max_length=4", "--max_input_length=40", "--stride=1"]),
+    "answer": (answers, "questions.jsonl", ["--max_length=4", "--max_input_length=40", "--stride=1"]),
     "rerank": (
         rerank_job,
         "pairs.tsv",

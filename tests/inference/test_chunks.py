@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.inference.chunks import Chunks
+from t5x.inference.output import Chunks
 
 JOB = {"model": "m", "batch_size": 4}
 

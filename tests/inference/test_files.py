@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.inference import file_inference
-from t5x.inference.chunks import Chunks
-from t5x.inference.file_inference import infer_file
+from t5x.cli import file_inference
+from t5x.cli.file_options import FileInference
+from t5x.inference.output import Chunks
 from tests.inference.models import byte_model, texts
 from tests.support import commands
 from tests.support.programs import run_python
 
-LENGTHS = {"max_length": 6, "max_input_length": 24}
+LENGTHS = {"max_target_length": 6, "max_input_length": 24}
 COUNT = 37
 
 
@@ -37,6 +37,10 @@ def one_model(place):
     kept, file_inference.load = file_inference.load, lambda *args, **kwargs: loaded
     yield loaded
     file_inference.load = kept
+
+
+def infer_file(model, path, output="-", **options):
+    file_inference.infer_file(FileInference(model=model, input=path, output=output, **options))
 
 
 def infer(place, output, **options):
@@ -116,7 +120,7 @@ def test_an_interrupted_run_resumes_with_the_same_output(finished, place, expect
     assert not (tmp_path / "out.jsonl").exists()
     if finished:
         with pytest.raises(UserError, match="max_length was 6, is 7"):
-            infer(place, tmp_path / "out.jsonl", **options, max_length=7)
+            infer(place, tmp_path / "out.jsonl", **options, max_target_length=7)
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(file_inference._FileInference, "compute", lambda *args: (calls.append(1), compute(*args))[1])
@@ -285,7 +289,8 @@ def test_a_target_that_is_cut_is_scored_without_an_end_and_counted(place, one_mo
 def test_choices_are_all_that_comes_out(place, tmp_path):
     short = [text for text in texts(COUNT) if len(text) < 8]
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in short))
-    options = LENGTHS | {"choices": ("yes", "no", "never")}
+    (tmp_path / "choices.txt").write_text("yes\nno\nnever\n")
+    options = LENGTHS | {"choices": str(tmp_path / "choices.txt")}
     infer_file(str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), **options)
     found = read(tmp_path / "out.jsonl")
     assert len(found) == len(short) and {line["prediction"] for line in found} <= {"yes", "no", "never"}
@@ -370,12 +375,12 @@ def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
         "import resource, signal, sys\n"
         "from t5x.cli import main as cli\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from t5x.inference import chunks\n"
-        "merge = chunks.merge\n"
+        "from t5x.inference import output\n"
+        "merge = output.merge\n"
         "def limited(*args):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "    return merge(*args)\n"
-        "chunks.merge = limited\n"
+        "output.merge = limited\n"
         "sys.exit(cli.run_verb('infer', sys.argv[1:]))\n"
     )
     arguments = [

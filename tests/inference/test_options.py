@@ -6,7 +6,7 @@ import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.data import ByteVocabulary
-from t5x.inference.options import Decoding
+from t5x.inference.generation import Decoding
 
 
 class Letters(ByteVocabulary):

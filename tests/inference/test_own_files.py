@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from t5x.inference import chunks
-from t5x.inference.chunks import Chunks
-from t5x.inference.output import FileOutput
+from t5x.inference.output import _FORMAT, JOB_FILE, Chunks, FileOutput
 from tests.files.disk import contents
 from tests.inference.conftest import VERBS
 from tests.support import commands
@@ -67,7 +65,7 @@ def a_link(directory: Path) -> None:
 
 def a_link_to_chunks(directory: Path) -> None:
     (elsewhere := directory.parent / "elsewhere").mkdir()
-    (elsewhere / chunks.JOB_FILE).write_text(json.dumps({"format": chunks._FORMAT, "output": "out"}))
+    (elsewhere / JOB_FILE).write_text(json.dumps({"format": _FORMAT, "output": "out"}))
     directory.symlink_to(elsewhere)
 
 

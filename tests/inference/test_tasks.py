@@ -16,8 +16,8 @@ from t5x._runtime.errors import UserError
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.files.digests import masked_crc32c
-from t5x.inference.chunks import Chunks
 from t5x.inference.loaded import open_model
+from t5x.inference.output import Chunks
 from t5x.inference.task_inference import TaskExamples
 from t5x.partitioning import PjitPartitioner
 from t5x.runs import infer

@@ -11,14 +11,16 @@ from pathlib import Path
 
 from t5x import data
 from t5x._runtime import startup
-from t5x.apps.answering.file_answering import answer_file
-from t5x.apps.ranking.rerank_job import RerankInput, rerank
+from t5x.apps.answering.answer_options import AnswerOptions, QuestionFile
+from t5x.apps.answering.answers import answer_file
+from t5x.apps.ranking.ranking_options import RerankOptions
+from t5x.apps.ranking.rerank_job import rerank
 from t5x.checkpoints import paths
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.cli.file_evaluation import evaluate_file
-from t5x.cli.file_options import FileEvaluation
+from t5x.cli.file_inference import infer_file
+from t5x.cli.file_options import FileEvaluation, FileInference
 from t5x.data.dataset_config import DatasetConfig
-from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, multiprocess
 from t5x.runs.infer import infer
@@ -27,8 +29,10 @@ from t5x.runs.infer import infer
 def work(directory: Path, output: Path) -> None:
     model_dir, pairs = str(directory / "model"), str(directory / "pairs.jsonl")
     infer_file(
-        model_dir, str(directory / "in.txt"), str(output / "out.jsonl"), max_length=6, max_input_length=8, batch_size=4,
-        checkpoint_period=1, temperature=1.3, seed=3,
+        FileInference(
+            model=model_dir, input=str(directory / "in.txt"), output=str(output / "out.jsonl"), max_target_length=6,
+            max_input_length=8, batch_size=4, checkpoint_period=1, temperature=1.3, seed=3,
+        )
     )  # fmt: skip
     vocabulary = data.ByteVocabulary(extra_ids=125)
     task = data.Task(
@@ -48,13 +52,15 @@ def work(directory: Path, output: Path) -> None:
         summarize_config_fn=None,
     )
     rerank(
-        model_dir, RerankInput(pairs=str(directory / "passages.tsv")), str(output / "run.trec"),
-        template="{query}{document}", labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
+        RerankOptions(
+            model=model_dir, input=str(directory / "passages.tsv"), output=str(output / "run.trec"),
+            template="{query}{document}", labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
+        )
     )  # fmt: skip
-    answer_file(
-        model_dir, str(directory / "questions.jsonl"), str(output / "answers.jsonl"), max_length=6, max_input_length=32,
-        stride=1, batch_size=4, checkpoint_period=1,
-    )  # fmt: skip
+    questions = QuestionFile(
+        input=str(directory / "questions.jsonl"), output=str(output / "answers.jsonl"), checkpoint_period=1
+    )
+    answer_file(model_dir, questions, AnswerOptions(max_length=6, max_input_length=32, stride=1, batch_size=4))
     evaluate_file(
         FileEvaluation(
             model=model_dir, data=pairs, metric=["chrf"], max_target_length=6, max_input_length=8, batch_size=4,

@@ -10,7 +10,7 @@ import scipy.stats
 
 from t5x import metrics
 from t5x._runtime.errors import UserError
-from t5x.apps.ranking.trec_files import read_qrels
+from t5x.apps.ranking.ranking_files import read_qrels
 from t5x.metrics import ranking
 from tests.support.paths import SHARED
 

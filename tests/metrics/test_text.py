@@ -27,7 +27,7 @@ def test_pairs_may_be_sequences_of_different_lengths():
 def test_scoring_does_not_import_jax_and_accumulators_are_available():
     program = (
         "import sys; from t5x import data, metrics, telemetry\n"
-        "import t5x.data.evaluator, t5x.examples.demo.dates, t5x.apps.ranking.trec_files\n"
+        "import t5x.data.evaluator, t5x.examples.demo.dates, t5x.apps.ranking.ranking_files\n"
         "assert not {'jax', 'flax', 'tensorboardX', 'sacrebleu', 'scipy'} & set(sys.modules)\n"
         "assert metrics.Sum(1).merge(metrics.Sum(2)).compute() == 3"
     )

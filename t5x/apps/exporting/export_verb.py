@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> None:
     if args.destination is None or args.format is None:
         raise UserError(f"`t5x export` needs MODEL, DEST and --format, e.g. t5x export {_DIRECT}")
     from t5x.apps.exporting import exporter
+    from t5x.inference.generation import Decoding
     from t5x.inference.input_lines import read_texts
-    from t5x.inference.options import Decoding
 
     work_begins()
     exporter.export(

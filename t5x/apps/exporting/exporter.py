@@ -13,8 +13,8 @@ from t5x.apps.exporting.programs import DEFAULT_PLATFORMS, Exportable
 from t5x.files import atomic, locks
 from t5x.files.directory import make_directory
 from t5x.files.remote import is_remote
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import load
-from t5x.inference.options import Decoding
 
 FORMATS = ("savedmodel", "stablehlo", "hf", "ctranslate2", "onnx")
 QUANTIZED = ("savedmodel", "stablehlo", "ctranslate2")  # formats with int8 weights

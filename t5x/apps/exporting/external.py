@@ -11,8 +11,8 @@ from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
 from t5x.apps.exporting.checking import INT8_ACTIVATIONS_LIMIT, ExportComparison, Sample, padded, report_loss, scores_of
 from t5x.checkpoints.convert import convert
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import LoadedModel, load, without_padding
-from t5x.inference.options import Decoding
 from t5x.models import EncoderDecoderModel
 
 Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum length) -> outputs

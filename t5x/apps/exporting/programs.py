@@ -16,8 +16,8 @@ from jaxlib.mlir.dialects import stablehlo
 
 from t5x._runtime.errors import UserError, check_at_least
 from t5x.checkpoints import tree
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import LoadedModel
-from t5x.inference.options import Decoding
 from t5x.models import EncoderDecoderModel
 from t5x.network.attention import by_reference
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t5x._runtime.errors import UserError
-from t5x.apps.ranking.passage_files import find_id, find_text
+from t5x.apps.ranking.ranking_files import find_id, find_text, read_qrels
 from t5x.apps.ranking.rerank_inputs import PAIR_DOCUMENT_IDS, PAIR_QUERY_IDS, ListWork, RunWork, Work
-from t5x.apps.ranking.trec_files import read_qrels
 from t5x.data import content_hashes
 from t5x.data.content_hashes import fingerprint
 from t5x.data.file_tasks import source_of

@@ -1,24 +1,12 @@
 """`t5x rank-eval`: its arguments and the call of its entry point."""
 
 import argparse
-import dataclasses
 import os
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import work_begins
-from t5x.cli.parser import VerbParser, add_options, option, passed_options
-
-
-@dataclasses.dataclass(kw_only=True)
-class MeasureOptions:
-    """What rankings are scored with."""
-
-    measures: tuple[str, ...] | None = option(
-        "A,B",
-        "ndcg@k, mrr@k, map@k, recall@k, precision@k (mrr@10,ndcg@10,recall@100,map)",
-        type=lambda text: tuple(text.split(",")),
-    )
-    relevance_level: int | None = option("N", "lowest grade of a relevant passage (1)")
+from t5x.apps.ranking.ranking_options import MeasureOptions
+from t5x.cli.parser import VerbParser, add_options, passed_options
 
 
 def define(parser: VerbParser) -> None:
@@ -40,7 +28,7 @@ def define(parser: VerbParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     work_begins()
-    from t5x.apps.ranking import trec_files
+    from t5x.apps.ranking import ranking_files
 
     names = [os.path.basename(path) for path in args.runs]
     if len(set(names)) < len(names):
@@ -48,9 +36,10 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         repeated = next(path for path in args.runs if args.runs.count(path) > 1)
         raise UserError(f"The run {repeated} is given twice. Remove one of them.")
-    runs = {name: trec_files.read_run(path) for name, path in zip(names, args.runs, strict=True)}
-    report = trec_files.evaluation_report(
-        trec_files.read_qrels(args.qrels), runs, missing_as_zero=args.missing_as_zero,
-        per_query_path=args.per_query, as_json=args.json, **passed_options(args, MeasureOptions),
+    runs = {name: ranking_files.read_run(path) for name, path in zip(names, args.runs, strict=True)}
+    options = MeasureOptions(**passed_options(args, MeasureOptions))
+    report = ranking_files.evaluation_report(
+        ranking_files.read_qrels(args.qrels), runs, options.measures, relevance_level=options.relevance_level,
+        missing_as_zero=args.missing_as_zero, per_query_path=args.per_query, as_json=args.json,
     )  # fmt: skip
     print(report)

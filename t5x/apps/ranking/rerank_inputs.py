@@ -17,18 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from t5x._runtime.errors import UserError, located
-from t5x.apps.ranking.passage_files import (
+from t5x.apps.ranking.ranking_files import (
     TEXTS,
     Collection,
+    check_id,
     copying,
     fields_of,
     find_id,
     find_text,
     read_lines,
+    read_run,
     read_topics,
     text_with_title,
 )
-from t5x.apps.ranking.trec_files import check_id, read_run
 from t5x.data.file_tasks import ENDINGS, ending_of, source_of
 from t5x.data.sources import DataSource
 from t5x.files.user_files import decoded, parsed
@@ -104,7 +105,7 @@ class RunWork(_RankedWork):
 
     Args:
       run: a TREC or MS MARCO run file.
-      topics, collection: see `t5x.apps.ranking.passage_files`. `topics` may be omitted for a BEIR collection.
+      topics, collection: see `t5x.apps.ranking.ranking_files`. `topics` may be omitted for a BEIR collection.
       top: number of passages to score per query, from the top of the run; None scores all.
       skip_unknown: skip and count queries and passages without a text instead of raising an error.
     """

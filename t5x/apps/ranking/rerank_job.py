@@ -10,158 +10,56 @@ import jax
 import numpy as np
 
 from t5x._runtime.errors import UserError, located
-from t5x.apps.ranking import trec_files
+from t5x.apps.ranking.ranking_files import evaluation_report, ranking_lines, read_qrels, read_run
+from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork, Work
-from t5x.apps.ranking.reranker import EncodedPairs, Reranker, check_finite, log_truncated, scores
-from t5x.apps.ranking.trec_files import FORMATS, ranking_lines, read_qrels, read_run
+from t5x.apps.ranking.reranker import EncodedPairs, PassageWindows, Reranker, check_finite, log_truncated, scores
 from t5x.inference.jobs import JobProgress, Record, ResumableJob, Shard, check_counts, run_job
-from t5x.inference.loaded import BATCH_SIZE, load
+from t5x.inference.loaded import load
 from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 
 log = logging.getLogger(__name__)
 
-BATCHES_A_CHUNK = 32
-PAIRWISE_TOP = 50
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RerankInput:
-    """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
-
-    Attributes:
-      run, collection, topics, top, skip_unknown: see `t5x.apps.ranking.rerank_inputs.RunWork`.
-      candidates: see `ListWork`.
-      pairs: see `PairWork`.
-    """
-
-    run: str | None = None
-    collection: str | None = None
-    topics: str | None = None
-    candidates: str | None = None
-    pairs: str | None = None
-    top: int | None = None
-    skip_unknown: bool = False
-
-    def __post_init__(self):
-        flags = [f"--{flag}" for flag, value in self._kinds().items() if value is not None]
-        if len(flags) != 1:
-            raise UserError(
-                f"{' and '.join(flags)} cannot be combined. Pass one of them." if flags else
-                "Nothing to rerank. Pass --run with --collection and --topics, --candidates, or --input."
-            )  # fmt: skip
-        if self.run is not None and self.collection is None:
-            raise UserError("--run needs --collection, which contains the texts of its passages.")
-        of_run = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
-        if self.run is None and (unused := [flag for flag, value in of_run.items() if value is not None]):
-            raise UserError(f"{', '.join(unused)} can only be used with --run; {flags[0]} contains the texts.")
-        if self.top is not None and (self.top < 1 or self.pairs is not None):
-            raise UserError(
-                f"--top is {self.top}: it must be at least 1." if self.pairs is None else
-                "--top can only be used with --run and --candidates, whose passages are ranked."
-            )  # fmt: skip
-
-    def read(self, form: str, check: Callable[[str, str], None]) -> Work:
-        """Read the whole input for this output format.
-
-        Args:
-          check: see `PairWork`.
-        """
-        if self.pairs is not None:
-            return PairWork(self.pairs, by_query=form != "jsonl", check=check)
-        work: RunWork | ListWork
-        if self.candidates is not None:
-            work = ListWork(self.candidates, self.top)
-        else:
-            assert self.run is not None and self.collection is not None
-            work = RunWork(self.run, self.collection, self.topics, self.top, skip_unknown=self.skip_unknown)
-        for query_id, query in work.queries.items():
-            check(query_id, query)
-        return work
-
-    def paths(self) -> dict[str, str | None]:
-        """Return {flag: path} of the input files."""
-        return {**self._kinds(), "collection": self.collection, "topics": self.topics}
-
-    def _kinds(self) -> dict[str, str | None]:
-        return {"run": self.run, "candidates": self.candidates, "input": self.pairs}
-
-
-def rerank(
-    model_dir: str,
-    inputs: RerankInput,
-    output: str = "-",
-    *,
-    form: str = "trec",
-    pairwise_dir: str | None = None,
-    pairwise_top: int = PAIRWISE_TOP,
-    pairwise_labels: str | None = None,
-    batch_size: int = BATCH_SIZE,
-    checkpoint_period: int = BATCHES_A_CHUNK,
-    num_shards: int = 1,
-    shard_id: int = 0,
-    overwrite: bool = False,
-    vocabulary: str | None = None,
-    dtype: str | None = None,
-    qrels: str | None = None,
-    measures: Sequence[str] = trec_files.MEASURES,
-    relevance_level: int = 1,
-    **ranking: Any,
-) -> None:
+def rerank(run: RerankOptions) -> None:
     """Score passages and write their ranking. A killed job resumes after its last finished chunk.
 
-    Args:
-      model_dir: a checkpoint or a MODEL_DIR.
-      inputs: what to rank.
-      output: a file, or - for standard output.
-      form: `trec`, `msmarco`, or `jsonl` (input order, with logits).
-      pairwise_dir, pairwise_top: a duoT5 model that reorders this many top passages per query, also with `max_length`.
-      pairwise_labels: labels of that model, instead of its template's.
-      checkpoint_period: batches per chunk, approximately: a chunk ends with a query.
-      num_shards, shard_id: number of shards and the index of this one. The output is `<output>-<shard>-of-<shards>`,
-        and all shards concatenated are the complete result. Only `jsonl` of pairs splits queries.
-      overwrite: replace an existing output.
-      vocabulary, dtype: see `t5x.load`.
-      qrels: judgments; the measures before and after reranking are printed.
-      measures, relevance_level: see `t5x.metrics.ranking.per_query`.
-      ranking: `template`, `labels`, `max_length`, `long_query` and `windows` of the model: see `Reranker`.
+    A chunk has about `checkpoint_period` batches: it ends with a query. With `num_shards`, the output is
+    `<output>-<shard>-of-<shards>`, and all shards concatenated are the complete result. Only `jsonl` of pairs splits
+    queries.
     """
-    counts = {"batch_size": batch_size, "checkpoint_period": checkpoint_period, "num_shards": num_shards}
-    check_counts("--", shard_id=shard_id, **counts)
-    if form not in FORMATS:
-        raise UserError(f"--format is {form!r}: it must be one of {', '.join(FORMATS)}.")
-    if pairwise_dir is not None and (pairwise_top < 2 or form == "jsonl"):
-        raise UserError("--pairwise needs a --pairwise_top of at least 2, and --format trec or msmarco.")
-    if qrels is not None and (num_shards > 1 or output == "-" or form == "jsonl"):
-        raise UserError(
-            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards "
-            "(concatenate the shards, then use `t5x rank-eval`)."
-        )
-    if inputs.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
+    check_counts(
+        "--", batch_size=run.batch_size, checkpoint_period=run.checkpoint_period, num_shards=run.num_shards,
+        shard_id=run.shard_id,
+    )  # fmt: skip
+    if run.input == "-" and (run.num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")
-    shard = Shard(shard_id, num_shards)
-    output = shard.path(output)
-    to = FileOutput(output, overwrite=overwrite, inputs={**inputs.paths(), "qrels": qrels})
-    judgments = None if qrels is None else read_qrels(qrels)
-    ranker = Reranker(load(model_dir, vocabulary=vocabulary, dtype=dtype), batch_size=batch_size, **ranking)
+    shard = Shard(run.shard_id, run.num_shards)
+    output = shard.path(run.output)
+    inputs = {**run.inputs(), "collection": run.collection, "topics": run.topics, "qrels": run.qrels}
+    to = FileOutput(output, overwrite=run.overwrite, inputs=inputs)
+    judgments = None if run.qrels is None else read_qrels(run.qrels)
+    windows = PassageWindows(run.window, run.stride) if run.max_p else None
+    limits: dict[str, Any] = {
+        "max_length": run.max_length, "long_query": run.long_query, "batch_size": run.batch_size,
+    }  # fmt: skip
+    loaded = load(run.model, vocabulary=run.vocabulary, dtype=run.dtype)
+    ranker = Reranker(loaded, template=run.template, labels=run.labels, windows=windows, **limits)
     log.info("template: %s", ranker)
     second = None
-    if pairwise_dir is not None:
-        loaded = load(pairwise_dir, vocabulary=vocabulary, dtype=dtype)
+    if run.pairwise is not None:
+        loaded = load(run.pairwise, vocabulary=run.vocabulary, dtype=run.dtype)
         try:
-            common = {name: ranking[name] for name in ("max_length", "long_query") if name in ranking}
-            second = Reranker(loaded, labels=pairwise_labels, batch_size=batch_size, pairwise=True, **common)
+            second = Reranker(loaded, labels=run.pairwise_labels, pairwise=True, **limits)
         except UserError as error:
             raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
-        log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
-    work = inputs.read(form, _check_of([ranker] if second is None else [ranker, second]))
+        log.info("pairwise: the first %d of each query; template: %s", run.pairwise_top, second)
+    work = _read_work(run, _check_of([ranker] if second is None else [ranker, second]))
     if judgments is not None and not judgments.keys() & work.query_ids:
-        raise UserError(f"No query of the input is judged in {qrels}. Check that both use the same query ids.")
-    job = _Reranking(
-        work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, second_top=pairwise_top, form=form,
-        source={**counts, "shard_id": shard_id, "vocabulary": vocabulary},
-    )  # fmt: skip
+        raise UserError(f"No query of the input is judged in {run.qrels}. Check that both use the same query ids.")
+    job = _Reranking(work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, run=run)
     log.info("%d passage(s) of %d quer%s", job.num_pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
     if work.empty:
         log.warning("%d passage(s) have no text; they are scored without it", work.empty)
@@ -171,7 +69,26 @@ def rerank(
         log_truncated(cut, cut_queries, pairs, ranker.template.max_length, "--max_length, --max_p")
         if judgments is not None:
             runs = ({} if work.before is None else {"before": work.before}) | {"after": read_run(output)}
-            print(trec_files.evaluation_report(judgments, runs, measures, relevance_level=relevance_level))
+            print(evaluation_report(judgments, runs, run.measures, relevance_level=run.relevance_level))
+
+
+def _read_work(run: RerankOptions, check: Callable[[str, str], None]) -> Work:
+    """Read the whole input.
+
+    Args:
+      check: see `PairWork`.
+    """
+    if run.input is not None:
+        return PairWork(run.input, by_query=run.format != "jsonl", check=check)
+    work: RunWork | ListWork
+    if run.candidates is not None:
+        work = ListWork(run.candidates, run.top)
+    else:
+        assert run.run is not None and run.collection is not None
+        work = RunWork(run.run, run.collection, run.topics, run.top, skip_unknown=run.skip_unknown)
+    for query_id, query in work.queries.items():
+        check(query_id, query)
+    return work
 
 
 class _Chunk(NamedTuple):
@@ -187,8 +104,7 @@ class _Reranking(ResumableJob):
 
     Args:
       units: indices of the units to score.
-      second: a pairwise ranker for the first `second_top` passages of each query.
-      source: further options that the results depend on: `batch_size`, `checkpoint_period`, in batches, and others.
+      second: a pairwise ranker for the first `pairwise_top` passages of each query.
     """
 
     description: str = "rerank"
@@ -198,30 +114,30 @@ class _Reranking(ResumableJob):
     units: range
     ranker: Reranker
     second: Reranker | None
-    second_top: int
-    form: str
-    source: dict[str, Any]
+    run: RerankOptions
 
     def __post_init__(self):
         sizes = self.work.sizes[self.units.start : self.units.stop]
         self.num_pairs = sum(sizes)
         self.total = sum(map(self._comparisons, sizes))
-        self.quiet_up_to = self.source["batch_size"]
-        self._rows = self.ranker.loaded.rows(self.num_pairs, self.source["batch_size"])
+        self.quiet_up_to = self.run.batch_size
+        self._rows = self.ranker.loaded.rows(self.num_pairs, self.run.batch_size)
 
     def identity(self) -> dict[str, Any]:
-        windows = self.ranker.windows
+        run, windows = self.run, self.ranker.windows
         parts = {
-            **_identity("model", self.ranker), "format": self.form, "input": self.work.digest,
-            "windows": None if windows is None else dataclasses.asdict(windows),
+            **_identity("model", self.ranker), "format": run.format, "input": self.work.digest,
+            "windows": None if windows is None else dataclasses.asdict(windows), "batch_size": run.batch_size,
+            "checkpoint_period": run.checkpoint_period, "num_shards": run.num_shards, "shard_id": run.shard_id,
+            "vocabulary": run.vocabulary,
         }  # fmt: skip
         if self.second is not None:
-            parts |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
-        return {**parts, **self.source}
+            parts |= {**_identity("pairwise", self.second), "pairwise_top": run.pairwise_top}
+        return parts
 
     def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
         first = self.units.start + sum(record["units"] for record in finished)
-        size = self.source["checkpoint_period"] * self.source["batch_size"]
+        size = self.run.checkpoint_period * self.run.batch_size
         units = _group(self.work.units(first, self.units.stop), size, self.inputs_of)
         return list(finished), _prefetch(map(self._encode, units))
 
@@ -248,11 +164,11 @@ class _Reranking(ResumableJob):
         if self.second is not None:
             compared = self._compare(self.second, units, scores_of, progress)
             cut, cut_queries = cut + compared.cut, cut_queries + compared.cut_queries
-        lines = []
+        lines: list[bytes] = []
         for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             unscored = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.unscored)}
-            lines += ranking_lines(self.form, unit.query_id, of_unit | unscored, of_labels)
+            lines += ranking_lines(self.run.format, unit.query_id, of_unit | unscored, of_labels)
         record = {
             "units": len(units), "pairs": pairs, "shown": progress.done - before, "cut": cut,
             "cut_queries": cut_queries,
@@ -263,7 +179,7 @@ class _Reranking(ResumableJob):
         self, second: Reranker, units: Sequence[RankingUnit], scores_of: list[dict[str, float]], progress: JobProgress
     ) -> EncodedPairs:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self.second_top] for of_unit in scores_of]
+        first = [ranked(of_unit)[: self.run.pairwise_top] for of_unit in scores_of]
         pairs = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
@@ -280,7 +196,7 @@ class _Reranking(ResumableJob):
         return encoded
 
     def _comparisons(self, size: int) -> int:
-        compared = 0 if self.second is None else min(size, self.second_top)
+        compared = 0 if self.second is None else min(size, self.run.pairwise_top)
         return size + compared * max(compared - 1, 0)
 
 

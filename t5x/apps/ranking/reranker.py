@@ -10,8 +10,8 @@ import numpy as np
 
 from t5x._runtime.errors import UserError, shorten
 from t5x.apps.ranking.templates import InputEncoder, PairTemplate, Template, label_ids, template_of, with_changes
+from t5x.inference.generation import check_arguments
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
-from t5x.inference.options import check_arguments
 
 log = logging.getLogger(__name__)
 

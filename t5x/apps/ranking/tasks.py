@@ -19,7 +19,7 @@ import numpy as np
 
 from t5x._runtime.errors import UserError
 from t5x.apps.ranking.judged_data import TRAIN, VALIDATION, JudgedDataSource, Passage, Paths, field_names
-from t5x.apps.ranking.passage_files import find_text
+from t5x.apps.ranking.ranking_files import find_text
 from t5x.apps.ranking.templates import MONOT5, InputEncoder, Template, label_id
 from t5x.data import Feature, Mixture, MixtureRegistry, PassThroughVocabulary, Task, TaskRegistry, Vocabulary
 from t5x.data.file_tasks import source_of

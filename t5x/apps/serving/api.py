@@ -26,8 +26,7 @@ from t5x.apps.serving import operations, requests
 from t5x.apps.serving.batched_model import BatchedModel
 from t5x.apps.serving.batching import CURRENT_CALL, Call, CancelledCall
 from t5x.apps.serving.security import ApiError, Guard, disconnected, read_body
-from t5x.apps.serving.served_models import ServedModels, UnknownModel
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -222,10 +221,8 @@ class Api:
     def _explain(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, requests.InvalidRequest | UserError):
+        if isinstance(error, UserError):
             return ApiError(400, str(error))
-        if isinstance(error, UnknownModel):
-            return ApiError(404, str(error), "not_found_error")
         if isinstance(error, CancelledCall):
             message = f"The request took longer than {self._settings.timeout:g} seconds."
             return ApiError(503, message, "timeout_error", Retry_After=_RETRY_SECONDS)

@@ -21,8 +21,8 @@ from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints.formats import Source
 from t5x.decoding import constraints
 from t5x.inference.engine import MANY_ROWS, bucket
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import Generation, Ids, LoadedModel
-from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network.padding import MaskingVariants
 from t5x.partitioning import PjitPartitioner

@@ -15,9 +15,8 @@ from t5x.apps.answering import answers
 from t5x.apps.serving.batched_model import BatchedModel
 from t5x.apps.serving.requests import DECODING_FIELDS, OPENAI_NAMES
 from t5x.inference import generation
-from t5x.inference.generation import Generation
+from t5x.inference.generation import Decoding, Generation, translate_arguments
 from t5x.inference.loaded import Ids
-from t5x.inference.options import Decoding, translate_arguments
 
 _STRIDE = 128
 Fields = dict[str, Any]

@@ -7,18 +7,15 @@ import msgspec
 from msgspec import Meta
 
 from t5x._runtime import __version__
+from t5x._runtime.errors import UserError
 from t5x.apps.serving.settings import ServerSettings
 from t5x.decoding.constraints import PENALTIES
+from t5x.inference.generation import HUGGINGFACE_NAMES
 from t5x.inference.loaded import MAX_LENGTH
-from t5x.inference.options import HUGGINGFACE_NAMES
 
 OPENAI_NAMES = {"max_tokens": "max_length", "n": "num_return"}  # of decoding options that have another name here
 _MAX_INTEGER = 2**31 - 1
 _MAX_MESSAGE = 300
-
-
-class InvalidRequest(Exception):
-    """A request that is not JSON or does not fit its type. The message has the field and the reason."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +39,7 @@ def parse(body: bytes, request_type: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the fields of a request, with the defaults of missing ones. A field that is null is missing.
 
     Raises:
-      InvalidRequest: the body does not fit the type.
+      UserError: the body is not JSON, or does not fit the type. The message has the field and the reason.
     """
     try:
         content = msgspec.json.decode(body)
@@ -55,10 +52,10 @@ def parse(body: bytes, request_type: type[msgspec.Struct]) -> dict[str, Any]:
         return msgspec.to_builtins(msgspec.convert(content, request_type))
     except msgspec.ValidationError as error:
         reason = str(error).replace("`$.", "`")[:_MAX_MESSAGE]
-        raise InvalidRequest(f"The request is invalid: {reason}. /openapi.json describes the fields.") from error
+        raise UserError(f"The request is invalid: {reason}. /openapi.json describes the fields.") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         hint = " A string may contain half a surrogate pair." if b"\\ud" in body.lower() else ""
-        raise InvalidRequest(f"The body is not valid JSON: {error}.{hint}") from error
+        raise UserError(f"The body is not valid JSON: {error}.{hint}") from error
 
 
 # --- Types ------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """`t5x serve`: its arguments and the call of its entry point."""
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 
 from t5x._runtime.errors import UserError
 from t5x._runtime.signals import Terminated
+from t5x.apps.serving import settings
 from t5x.apps.serving.settings import LOOPBACK, ServerSettings
-from t5x.cli.options import add_import, add_model, given_options, import_modules
-from t5x.cli.parser import VerbParser
+from t5x.cli.options import add_import, import_modules
+from t5x.cli.parser import VerbParser, add_options, passed_options
 
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn")
 
@@ -19,24 +19,13 @@ def define(parser: VerbParser) -> None:
         "models", metavar="DIR", nargs="+",
         help="a checkpoint, or a MODEL_DIR; NAME=DIR sets its name (default: the directory's)",
     )  # fmt: skip
-    address = parser.add_argument_group("where")
-    address.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
-    address.add_argument("--host", default="127.0.0.1", metavar="HOST", help="default: 127.0.0.1, this machine only")
-    access = parser.add_argument_group("access")
-    access.add_argument("--token_file", metavar="FILE", help="bearer token (or set T5X_SERVE_TOKEN)")
-    access.add_argument("--without_token", action="store_true", help="allow anyone who can connect, with --host")
-    access.add_argument("--tls_cert", metavar="FILE", help="certificate chain, for HTTPS")
-    access.add_argument("--tls_key", metavar="FILE", help="private key of the certificate")
-    groups = {
-        "batches": parser.add_argument_group("batches"),
-        "models": parser.add_argument_group("models"),
-        "limits": parser.add_topic("limits", "limits of requests"),
-    }
-    add_model(groups["models"])
-    add_import(groups["models"])
-    for field in dataclasses.fields(ServerSettings):
-        option = dict(field.metadata)
-        groups[option.pop("group")].add_argument(f"--{field.name}", **option)
+    add_options(parser.add_argument_group("where"), settings.AddressSettings)
+    add_options(parser.add_argument_group("access"), settings.AccessSettings)
+    add_options(parser.add_argument_group("batches"), settings.BatchSettings)
+    models = parser.add_argument_group("models")
+    add_options(models, settings.ModelSettings)
+    add_import(models)
+    add_options(parser.add_topic("limits", "limits of requests"), settings.RequestLimits)
     parser.set_help(
         "Serve models over HTTP: completions, embeddings, reranking, answers, scores, and a page to try them. SIGTERM "
         "answers accepted requests first; SIGHUP reloads the models.",
@@ -53,25 +42,17 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"`t5x serve` needs {needed}. Run `pip install -e '.[serve]'` in the checkout of t5x.")
     from t5x.apps.serving.security import read_token
 
-    directories = _named(args.models)
-    token = read_token(args.token_file)
-    if args.host not in LOOPBACK and token is None and not args.without_token:
+    directories, options = _named(args.models), ServerSettings(**passed_options(args, ServerSettings))
+    token = read_token(options.token_file)
+    if options.host not in LOOPBACK and token is None and not options.without_token:
         raise UserError(
-            f"--host {args.host} lets other machines connect: pass --token_file FILE or set T5X_SERVE_TOKEN, or allow "
-            "anyone with --without_token."
+            f"--host {options.host} lets other machines connect: pass --token_file FILE or set T5X_SERVE_TOKEN, or "
+            "allow anyone with --without_token."
         )
-    if (args.tls_cert is None) != (args.tls_key is None):
-        raise UserError("--tls_cert and --tls_key are needed together.")
-    if not 0 <= args.port < 1 << 16:
-        raise UserError(f"--port is {args.port}: it must be 0 to 65535.")
-    settings = ServerSettings(**given_options(args, [field.name for field in dataclasses.fields(ServerSettings)]))
     import_modules(args)
     from t5x.apps.serving.server import serve
 
-    serve(
-        directories, settings, host=args.host, port=args.port, token=token, tls_cert=args.tls_cert,
-        tls_key=args.tls_key, **given_options(args, ("vocabulary", "dtype")),
-    )  # fmt: skip
+    serve(directories, options, token)
     raise Terminated(0)  # ends at once, even if a model is being compiled
 
 

@@ -1,27 +1,58 @@
-"""The models of a server by name. A reload replaces one while its requests are answered by the old one."""
+"""The models of a server by name, and its metrics. A reload replaces a model while the old one answers requests."""
 
 import functools
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from t5x._runtime.errors import UserError
 from t5x.apps.serving.batched_model import BatchedModel, BatchShape
 from t5x.apps.serving.batching import Batcher, BatchRow
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.security import ApiError
 from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints import names
 from t5x.checkpoints.store import CheckpointStore
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import load
-from t5x.inference.options import Decoding
 
 log = logging.getLogger(__name__)
 
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-class UnknownModel(Exception):
-    """A request names a model that the server does not have."""
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of its own: several servers in a process do not mix."""
+
+    def __init__(self):
+        disable_created_metrics()
+        self._registry = CollectorRegistry()
+        counter = functools.partial(Counter, registry=self._registry)
+        gauge = functools.partial(Gauge, registry=self._registry)
+        self.requests = counter("t5x_requests_total", "Answered requests by route and status.", ("route", "status"))
+        self.request_seconds = Histogram(
+            "t5x_request_seconds", "Time from the end of a request's headers to the end of its response.", ("route",),
+            registry=self._registry, buckets=_BUCKETS,
+        )  # fmt: skip
+        self.requests_in_progress = gauge(
+            "t5x_requests_in_progress", "Requests that have been accepted and not answered."
+        )
+        self.queued_rows = gauge("t5x_queued_rows", "Rows that wait for a batch.")
+        self.batches = counter("t5x_batches_total", "Computed batches by kind.", ("kind",))
+        self.batch_rows = counter("t5x_batch_rows_total", "Rows of the computed batches, without padding.", ("kind",))
+        self.batch_seconds = counter(
+            "t5x_batch_seconds_total", "Time spent on batches, compilation included.", ("kind",)
+        )
+        self.input_tokens = counter("t5x_input_tokens_total", "Input tokens of answered requests.")
+        self.output_tokens = counter("t5x_output_tokens_total", "Generated tokens of answered requests.")
+        self.reloads = counter("t5x_reloads_total", "Model reloads by model and result.", ("model", "result"))
+        self.ready = gauge("t5x_ready", "Whether all models are loaded and warmed up.")
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry).decode()
 
 
 class ServedModels:
@@ -29,25 +60,18 @@ class ServedModels:
 
     Args:
       directories: {name: a checkpoint, or a MODEL_DIR}. Their checkpoints are opened at once; `load` reads parameters.
-      options: `vocabulary` and `dtype`, see `t5x.load`.
 
     Attributes:
       is_ready: whether all models are loaded and warmed up.
     """
 
     def __init__(
-        self,
-        directories: Mapping[str, str],
-        settings: ServerSettings,
-        batcher: Batcher,
-        metrics: ServerMetrics,
-        options: Mapping[str, Any],
+        self, directories: Mapping[str, str], settings: ServerSettings, batcher: Batcher, metrics: ServerMetrics
     ):
         self.is_ready = False
         self._directories = dict(directories)
         self._settings = settings
         self._metrics = metrics
-        self._options = options
         self._model_class = functools.partial(BatchedModel, batcher=batcher, settings=settings)
         self._models = {name: self._open(name) for name in directories}
         self._reloading = threading.Lock()
@@ -56,10 +80,15 @@ class ServedModels:
         return iter(self._directories)
 
     def get(self, name: str | None) -> tuple[str, BatchedModel]:
-        """Return the name and model that a request asks for; the first if it names none."""
+        """Return the name and model that a request asks for; the first if it names none.
+
+        Raises:
+          ApiError: there is no such model.
+        """
         name = next(iter(self._models)) if name is None else name
         if name not in self._models:
-            raise UnknownModel(f"There is no model {name[:100]!r}. Models: {', '.join(self._models)}.")
+            message = f"There is no model {name[:100]!r}. Models: {', '.join(self._models)}."
+            raise ApiError(404, message, "not_found_error")
         return name, self._models[name]
 
     def load(self) -> None:
@@ -102,7 +131,13 @@ class ServedModels:
             return None
 
     def _open(self, name: str) -> BatchedModel:
-        model = load(self._directories[name], model_class=self._model_class, **self._options)
+        settings = self._settings
+        model = load(
+            self._directories[name],
+            vocabulary=settings.vocabulary,
+            dtype=settings.dtype,
+            model_class=self._model_class,
+        )
         assert isinstance(model, BatchedModel)
         return model
 

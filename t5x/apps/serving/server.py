@@ -9,7 +9,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import uvicorn
@@ -19,8 +18,7 @@ from t5x._runtime.errors import UserError
 from t5x.apps.serving.api import Api
 from t5x.apps.serving.batched_model import BatchShape
 from t5x.apps.serving.batching import Batcher
-from t5x.apps.serving.served_models import ServedModels
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.settings import LOOPBACK, ServerSettings
 from t5x.inference.loaded import BATCH_SIZE
 from t5x.partitioning import multiprocess
@@ -33,25 +31,12 @@ _BACKLOG = 2048
 _CPU_ROWS = 8  # on CPUs, padding rows cost as much as others
 
 
-def serve(
-    directories: Mapping[str, str],
-    settings: ServerSettings,
-    *,
-    host: str = LOOPBACK[0],
-    port: int = 8000,
-    token: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    **model_options: Any,
-) -> None:
+def serve(directories: Mapping[str, str], settings: ServerSettings, token: str | None = None) -> None:
     """Serve models over HTTP until SIGTERM or Ctrl-C.
 
     Args:
       directories: {name: a checkpoint, or a MODEL_DIR}.
-      host, port: where to listen; port 0 takes a free one.
       token: the bearer token that requests need; None needs none.
-      tls_cert, tls_key: PEM files for HTTPS.
-      model_options: `vocabulary` and `dtype`, see `t5x.load`.
     """
     multiprocess.enable_compilation_cache()
     _allow_many_connections()
@@ -65,21 +50,22 @@ def serve(
     rows = settings.batch_size or (_CPU_ROWS if jax.default_backend() == "cpu" else BATCH_SIZE)
     batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
     metrics.queued_rows.set_function(batcher.waiting)
-    models = ServedModels(directories, settings, batcher, metrics, model_options)
-    api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
+    models = ServedModels(directories, settings, batcher, metrics)
+    api = Api(models, settings, metrics, token=token, is_local=settings.host in LOOPBACK)
     config = uvicorn.Config(
         api.app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         backlog=_BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-        ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
     )  # fmt: skip
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
-        raise UserError(f"--tls_cert {tls_cert} or --tls_key {tls_key} cannot be used: {error}.") from error
-    listener = listen(host, port)
-    address = f"[{host}]" if ":" in host else host
-    log.info("listening on %s://%s:%d", "https" if tls_cert else "http", address, listener.getsockname()[1])
+        files = f"--tls_cert {settings.tls_cert} or --tls_key {settings.tls_key}"
+        raise UserError(f"{files} cannot be used: {error}.") from error
+    listener = listen(settings.host, settings.port)
+    address = f"[{settings.host}]" if ":" in settings.host else settings.host
+    log.info("listening on %s://%s:%d", "https" if settings.tls_cert else "http", address, listener.getsockname()[1])
     asyncio.run(_run(config, listener, api, models, settings))
     batcher.close()
     log.info("all requests are answered")

@@ -13,8 +13,9 @@ import pytest
 
 from t5x import metrics
 from t5x._runtime.errors import UserError
-from t5x.apps.answering import answers, file_answering
-from t5x.apps.answering.answers import Answer, AnswerOptions
+from t5x.apps.answering import answers
+from t5x.apps.answering.answer_options import AnswerOptions
+from t5x.apps.answering.answers import Answer
 from t5x.apps.answering.spans import Span
 from tests.apps.answering import squad_files
 from tests.inference.models import texts
@@ -33,9 +34,9 @@ def model(loaded_tiny_t5):
 @pytest.fixture(autouse=True)
 def one_model(tiny_t5, model, monkeypatch):
     """Files are answered by the model that is loaded and compiled once; `--question` loads its own."""
-    load = file_answering.load
+    load = answers.load
     of = lambda path, **options: model if path == str(tiny_t5) else load(path, **options)
-    monkeypatch.setattr(file_answering, "load", of)
+    monkeypatch.setattr(answers, "load", of)
 
 
 def by_hand(model, question, context=CONTEXT):
@@ -199,7 +200,7 @@ def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, tiny_t5, model, q
         assert (row["answer"], row["start"], row["end"]) == (expected.text, expected.start, expected.end)
         assert row["score"] == pytest.approx(expected.score, rel=1e-4)
 
-    compute, calls = file_answering._FileAnswering.compute, []
+    compute, calls = answers._FileAnswering.compute, []
 
     def stopped(self, chunk, progress):
         calls.append(len(chunk.lines))
@@ -207,7 +208,7 @@ def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, tiny_t5, model, q
             signal.raise_signal(signal.SIGTERM)
         return compute(self, chunk, progress)
 
-    monkeypatch.setattr(file_answering._FileAnswering, "compute", stopped)
+    monkeypatch.setattr(answers._FileAnswering, "compute", stopped)
     output, predictions = tmp_path / "out.jsonl", tmp_path / "predictions.json"
     again = (*arguments, "--output", output, "--squad_predictions", predictions)
     assert run(capsys, "answer", *again).code == 75
@@ -221,7 +222,7 @@ def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, tiny_t5, model, q
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp-")] == []
 
     # Stopped between its last steps: the output is there, what is made of it is not.
-    monkeypatch.setattr(file_answering._FileAnswering, "after_merge", lambda *args: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(answers._FileAnswering, "after_merge", lambda *args: signal.raise_signal(signal.SIGTERM))
     assert run(capsys, "answer", *again, "--overwrite").code == 75
     monkeypatch.undo()
     predictions.unlink()
@@ -235,7 +236,7 @@ def test_an_input_that_has_changed_is_refused(capsys, tiny_t5, questions, tmp_pa
     given = (*given, "--checkpoint_period", 1)
     lines = questions.read_text().splitlines(keepends=True)
     with monkeypatch.context() as patched:
-        patched.setattr("t5x.inference.chunks.merge", lambda *args: signal.raise_signal(signal.SIGTERM))
+        patched.setattr("t5x.inference.output.merge", lambda *args: signal.raise_signal(signal.SIGTERM))
         assert run(capsys, "answer", *given).code == 75
     questions.write_text("".join(lines[:16]))
     run(capsys, "answer", *given).refused("in.jsonl has changed: it ends before the lines", "--overwrite")

@@ -17,7 +17,7 @@ from t5x.apps.exporting.exporter import export, new_destination
 from t5x.apps.exporting.programs import Exportable, dequantize, quantize
 from t5x.data.vocabularies import ByteVocabulary
 from t5x.files import locks
-from t5x.inference.options import Decoding
+from t5x.inference.generation import Decoding
 from tests.checkpoints.formats import huggingface_models
 from tests.support.paths import SHARED
 from tests.support.programs import reference_python, run_reference

@@ -12,7 +12,7 @@ import t5x
 from t5x.apps.exporting.checking import INT8_WEIGHTS_LIMIT, Sample
 from t5x.apps.exporting.exporter import export
 from t5x.apps.exporting.programs import Exportable
-from t5x.inference.options import Decoding
+from t5x.inference.generation import Decoding
 from tests.apps.serving.servers import serving
 from tests.checkpoints.formats import huggingface_models
 from tests.support.paths import SHARED

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.apps.ranking.passage_files import Collection, read_topics
+from t5x.apps.ranking.ranking_files import Collection, read_topics
 from tests.support.disks import fill
 
 

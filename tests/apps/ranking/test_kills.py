@@ -3,7 +3,8 @@
 import random
 import signal
 
-from t5x.apps.ranking.rerank_job import RerankInput, rerank
+from t5x.apps.ranking.ranking_options import RerankOptions
+from t5x.apps.ranking.rerank_job import rerank
 from tests.apps.ranking import million
 from tests.support.programs import wait_for
 
@@ -22,8 +23,10 @@ def test_through_a_kill(tmp_path):
     assert "resuming after" in (tmp_path / "log").read_text()
     files = {"run": "run.trec", "collection": "collection.tsv", "topics": "topics.tsv"}
     rerank(
-        str(tmp_path / "model"), RerankInput(**{name: str(tmp_path / file) for name, file in files.items()}),
-        str(tmp_path / "undisturbed.trec"), template="{query} {document} ?", labels="a,b", max_length=48, batch_size=16,
-        checkpoint_period=2,
+        RerankOptions(
+            model=str(tmp_path / "model"), **{name: str(tmp_path / file) for name, file in files.items()},
+            output=str(tmp_path / "undisturbed.trec"), template="{query} {document} ?", labels="a,b", max_length=48,
+            batch_size=16, checkpoint_period=2,
+        )
     )  # fmt: skip
     assert (tmp_path / "undisturbed.trec").read_bytes() == (tmp_path / "killed.trec").read_bytes()

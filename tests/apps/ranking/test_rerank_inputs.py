@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from t5x._runtime.errors import UserError
+from t5x.apps.ranking.ranking_files import read_qrels
 from t5x.apps.ranking.rerank_inputs import ListWork, PairWork, RankingUnit, RunWork
-from t5x.apps.ranking.trec_files import read_qrels
 from t5x.metrics.ranking import evaluate
 from tests.apps.ranking.test_collections import write
 from tests.support.paths import SHARED

@@ -14,11 +14,12 @@ import pytest
 from t5x import load
 from t5x._runtime.errors import UserError
 from t5x.apps.ranking import rerank_job
+from t5x.apps.ranking.ranking_files import read_run
+from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_inputs import RankingUnit
-from t5x.apps.ranking.rerank_job import RerankInput, rerank, symmetric_sum
+from t5x.apps.ranking.rerank_job import rerank, symmetric_sum
 from t5x.apps.ranking.reranker import PassageWindows, Reranker
 from t5x.apps.ranking.templates import PairTemplate
-from t5x.apps.ranking.trec_files import read_run
 from t5x.inference.output import FileOutput
 from tests.apps.ranking.test_collections import write
 from tests.inference.models import byte_model
@@ -58,14 +59,11 @@ def one_model(place):
     rerank_job.load = kept
 
 
-def given(place, **options):
+def ranked(place, output, **options):
     files = {"run": "run", "collection": "c.tsv", "topics": "topics.tsv"}
-    return RerankInput(**{name: str(place / file) for name, file in files.items()}, **options)
-
-
-def ranked(place, output, *, what=None, **options):
-    rerank(str(place / "model"), what or given(place), str(output), **OPTIONS | options)
-    return output.read_bytes()
+    inputs = {} if "input" in options else {name: str(place / file) for name, file in files.items()}
+    rerank(RerankOptions(model=str(place / "model"), output=str(output), **inputs | OPTIONS | options))
+    return output.read_bytes() if "num_shards" not in options else None
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +100,7 @@ def test_a_run_has_the_scores_that_each_pair_has_alone(place, expected, tmp_path
 
 def test_neither_chunks_nor_chunks_nor_shards_change_scores(place, expected, tmp_path):
     for shard in (1, 0):
-        options = {"num_shards": 2, "shard_id": shard, "checkpoint_period": 1}
-        rerank(str(place / "model"), given(place), str(tmp_path / "out"), **OPTIONS, **options)
+        ranked(place, tmp_path / "out", num_shards=2, shard_id=shard, checkpoint_period=1)
     parts = [(tmp_path / f"out-0000{i}-of-00002").read_bytes() for i in range(2)]
     queries = [{line.split()[0] for line in part.splitlines()} for part in parts]
     assert not queries[0] & queries[1], "a query is in one shard"
@@ -112,7 +109,7 @@ def test_neither_chunks_nor_chunks_nor_shards_change_scores(place, expected, tmp
 
 
 def test_json_lines_are_in_the_order_of_the_input_with_logits(place, expected, tmp_path):
-    content = ranked(place, tmp_path / "out.jsonl", form="jsonl")
+    content = ranked(place, tmp_path / "out.jsonl", format="jsonl")
     lines = [json.loads(line) for line in content.splitlines()]
     order = [(query, doc) for query, of_query in read_run(place / "run").items() for doc in of_query]
     assert [(line["query_id"], line["doc_id"]) for line in lines] == order
@@ -123,7 +120,7 @@ def test_json_lines_are_in_the_order_of_the_input_with_logits(place, expected, t
 
 
 def test_ms_marco_has_the_same_order(place, expected, tmp_path):
-    ranked(place, tmp_path / "out.tsv", form="msmarco")
+    ranked(place, tmp_path / "out.tsv", format="msmarco")
     ranked(place, tmp_path / "out.trec")
     trec = [line.split() for line in (tmp_path / "out.trec").read_text().splitlines()]
     assert [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()] == [
@@ -132,7 +129,7 @@ def test_ms_marco_has_the_same_order(place, expected, tmp_path):
 
 
 def test_passages_behind_the_first_stay_behind_them(place, expected, tmp_path):
-    ranked(place, tmp_path / "out", what=given(place, top=3))
+    ranked(place, tmp_path / "out", top=3)
     before, after = read_run(place / "run"), read_run(tmp_path / "out")
     for query, of_query in before.items():
         assert list(after[query])[3:] == list(of_query)[3:], "they keep their order"
@@ -160,7 +157,7 @@ def test_interrupted_run_resumes_with_identical_output(finished, place, tmp_path
         with pytest.raises(UserError, match="batch_size was 8, is 4"):
             ranked(place, tmp_path / "out", **options | {"batch_size": 4})
         with pytest.raises(UserError, match="input was"):
-            ranked(place, tmp_path / "out", what=given(place, top=2), **options)
+            ranked(place, tmp_path / "out", top=2, **options)
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -174,7 +171,7 @@ def test_interrupted_run_resumes_with_identical_output(finished, place, tmp_path
 def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, tmp_path, monkeypatch):
     whole = ranked(place, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("t5x.inference.chunks.Chunks.remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("t5x.inference.output.Chunks.remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
         ranked(place, tmp_path / "out")
     assert ranked(place, tmp_path / "out") == whole
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
@@ -210,7 +207,7 @@ def test_the_first_passages_are_ordered_by_comparing_two_and_two(place, expected
     written = []
     write_chunk = FileOutput.write
     monkeypatch.setattr(FileOutput, "write", lambda *args: (written.append(args[2]), write_chunk(*args))[1])
-    ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_top=3, checkpoint_period=3)
+    ranked(place, tmp_path / "out", pairwise="duo", pairwise_top=3, checkpoint_period=3)
     # Of 9 to 13 passages and 6 comparisons of each query, chunks end with the query that makes 24 of them.
     assert [record["units"] for record in written] == [2, 2, 1]
     duo = Reranker(one_model, template=template, batch_size=8, pairwise=True)
@@ -230,9 +227,9 @@ def test_the_first_passages_are_ordered_by_comparing_two_and_two(place, expected
 
 def test_comparisons_need_two_labels_of_their_own(place, one_model, tmp_path):
     with pytest.raises(UserError, match="--pairwise_labels true,false"):
-        ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_labels="c")
+        ranked(place, tmp_path / "out", pairwise="duo", pairwise_labels="c")
     with pytest.raises(UserError, match=r"'true' is not a single piece .* --pairwise_labels true,false"):
-        ranked(place, tmp_path / "out", pairwise_dir="duo")
+        ranked(place, tmp_path / "out", pairwise="duo")
     with pytest.raises(UserError, match="is not a template for two passages"):
         Reranker(one_model, template="mt5", pairwise=True)
 
@@ -249,8 +246,7 @@ def test_truncated_inputs_are_counted(place, tmp_path, caplog):
     path = write(
         tmp_path / "x.tsv", "a\tb", f"a\t{'c' * 99}", f"{'d' * 40}\te", f"{'d' * 40}\t{'e' * 40}", "a\tc", "a\td"
     )
-    inputs = RerankInput(pairs=str(path))
-    run = lambda name, **options: ranked(place, tmp_path / name, what=inputs, form="jsonl", **options)
+    run = lambda name, **options: ranked(place, tmp_path / name, input=str(path), format="jsonl", **options)
     with pytest.raises(UserError, match=r"Query '2': The query 'd.*' leaves no room"):
         run("out")
     content = run("out", long_query="truncate")

@@ -14,12 +14,11 @@ import uvicorn
 from t5x.apps.serving.api import Api
 from t5x.apps.serving.batched_model import BatchedModel, BatchShape
 from t5x.apps.serving.batching import CURRENT_CALL, Batcher, BatchRow, Call
-from t5x.apps.serving.served_models import ServedModels
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.server import listen
-from t5x.apps.serving.server_metrics import ServerMetrics
 from t5x.apps.serving.settings import ServerSettings
+from t5x.inference.generation import Decoding
 from t5x.inference.loaded import load
-from t5x.inference.options import Decoding
 from tests.inference.models import byte_model
 
 PROMPT = "hadcggg"  # its output is longer than the first piece of a stream
@@ -40,7 +39,7 @@ class Service:
         self._after_batch = lambda: None
         self._batcher = Batcher(1, 0.0, self._observe)
         limits = ServerSettings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
-        self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, ServerMetrics(), {})
+        self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, ServerMetrics())
         self.models.load()
         self._api = Api(self.models, limits, metrics := ServerMetrics(), token=None, is_local=True)
         self._metrics = metrics

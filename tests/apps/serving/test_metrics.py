@@ -1,6 +1,6 @@
 """What Prometheus reads, without a server."""
 
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.served_models import ServerMetrics
 
 NAMES = {
     "t5x_requests": ("counter", {"route": "/score", "status": "200"}),

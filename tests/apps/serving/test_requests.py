@@ -2,6 +2,7 @@
 
 import pytest
 
+from t5x._runtime.errors import UserError
 from t5x.apps.serving import requests
 from t5x.apps.serving.settings import ServerSettings
 
@@ -20,7 +21,7 @@ def test_an_integer_may_be_written_as_a_float(value):
 
 @pytest.mark.parametrize("value", ['"3"', "2.5", "true", "0", "65", "1e300", "[3]", "9" * 400])
 def test_an_invalid_integer_is_refused_with_its_name(value):
-    with pytest.raises(requests.InvalidRequest, match=r"max_tokens|out of range"):
+    with pytest.raises(UserError, match=r"max_tokens|out of range"):
         parse(f'{{"prompt": "x", "max_tokens": {value}}}')
 
 
@@ -41,12 +42,12 @@ def test_null_means_the_default():
     ],
 )  # fmt: skip
 def test_a_message_names_the_field_or_the_reason(body, reason):
-    with pytest.raises(requests.InvalidRequest, match=reason):
+    with pytest.raises(UserError, match=reason):
         parse(body)
 
 
 def test_a_long_field_name_does_not_make_a_long_message():
-    with pytest.raises(requests.InvalidRequest) as raised:
+    with pytest.raises(UserError) as raised:
         parse(f'{{"{"x" * 10_000}": 1}}')
     assert len(str(raised.value)) < 400
 
@@ -54,7 +55,7 @@ def test_a_long_field_name_does_not_make_a_long_message():
 def test_documents_are_strings_or_objects_with_a_text():
     fields = parse('{"query": "a", "documents": ["b", {"text": "c"}]}', "/v2/rerank")
     assert fields["documents"] == ["b", {"text": "c"}] and fields["top_n"] is None
-    with pytest.raises(requests.InvalidRequest, match=r"documents\[0\]"):
+    with pytest.raises(UserError, match=r"documents\[0\]"):
         parse('{"query": "a", "documents": [{"title": "c"}]}', "/v2/rerank")
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from t5x.apps.serving.batching import CURRENT_CALL, Batcher, Call
-from t5x.apps.serving.served_models import ServedModels, UnknownModel
-from t5x.apps.serving.server_metrics import ServerMetrics
+from t5x.apps.serving.security import ApiError
+from t5x.apps.serving.served_models import ServedModels, ServerMetrics
 from t5x.apps.serving.settings import ServerSettings
 from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats import open_checkpoint
@@ -39,7 +39,7 @@ def wait_for(condition) -> None:
 def test_a_newer_checkpoint_replaces_a_model_unless_it_is_damaged(tmp_path, batcher):
     put_checkpoint(tmp_path, 3)
     settings = ServerSettings(max_input_length=32, max_length=16)
-    models = ServedModels({"m": str(tmp_path / "run")}, settings, batcher, metrics := ServerMetrics(), {})
+    models = ServedModels({"m": str(tmp_path / "run")}, settings, batcher, metrics := ServerMetrics())
     assert not models.is_ready
     models.load()
     assert models.is_ready and list(models) == ["m"]
@@ -63,5 +63,5 @@ def test_a_newer_checkpoint_replaces_a_model_unless_it_is_damaged(tmp_path, batc
     assert models.get("m")[1].generate("abc def", max_length=8).text != before
     assert old.generate("abc def", max_length=8).text == before  # requests in progress
     assert 't5x_reloads_total{model="m",result="ok"} 1' in metrics.text()
-    with pytest.raises(UnknownModel, match="Models: m"):
+    with pytest.raises(ApiError, match="Models: m"):
         models.get("../run")

@@ -17,7 +17,7 @@ from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingf
 from t5x.checkpoints.model_description import check_same_model, model_of
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import HuggingFaceVocabulary, PassThroughVocabulary
-from t5x.inference.options import Decoding
+from t5x.inference.generation import Decoding
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from tests.checkpoints.formats import huggingface_models as models

@@ -3,7 +3,7 @@
 import sys
 
 from t5x.apps.exporting.exporter import export
-from t5x.inference.options import Decoding
+from t5x.inference.generation import Decoding
 
 options = {"max_input_length": 20, "max_length": 6, "decoding": Decoding(beams=3)}
 if sys.argv[3:] == ["ids"]:

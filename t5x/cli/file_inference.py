@@ -6,145 +6,96 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.data.data_description import DataDescription
-from t5x.inference.generation import Generation
-from t5x.inference.input_lines import Line, Lines
+from t5x.cli.file_options import FileInference
+from t5x.inference.generation import Decoding, Generation
+from t5x.inference.input_lines import Line, Lines, read_texts
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, Shard, check_counts, run_job
-from t5x.inference.loaded import BATCH_SIZE, LoadedModel, load
-from t5x.inference.options import Decoding
+from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import FileOutput
 from t5x.partitioning import distributed
 
 log = logging.getLogger(__name__)
 
-BATCHES_A_CHUNK = 16
 
-
-def infer_file(
-    model_dir: str,
-    input_path: str,
-    output: str = "-",
-    *,
-    mode: Literal["predict", "score"] = "predict",
-    inputs: str | None = None,
-    targets: str | None = None,
-    prefix: str | None = None,
-    columns: Sequence[str] | None = None,
-    max_length: int | None = None,
-    max_input_length: int | None = None,
-    batch_size: int = BATCH_SIZE,
-    checkpoint_period: int = BATCHES_A_CHUNK,
-    num_shards: int = 1,
-    shard_id: int = 0,
-    output_ids: bool = False,
-    overwrite: bool = False,
-    long: Literal["truncate", "error"] = "truncate",
-    vocabulary: str | None = None,
-    dtype: str | None = None,
-    seed: int | None = None,
-    **decoding: Any,
-) -> None:
+def infer_file(run: FileInference) -> None:
     """Predict or score the lines of a file with the model of a checkpoint directory.
 
     An output line has the fields of its input, and `prediction` and `score`, or only `score`. If the run is killed, the
     same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
 
-    Args:
-      model_dir: a checkpoint, or a MODEL_DIR.
-      input_path: text (one input per line), .jsonl, .tsv, .csv or .parquet; - is stdin.
-      output: JSON lines, in the order of the input; - is stdout.
-      mode: `predict` or `score`.
-      inputs, targets, prefix, columns: see `t5x.data.data_description.DataDescription`. By default, as the model was
-        trained.
-      max_length: maximum number of generated tokens (by default as in training, or 128); only for predictions.
-      max_input_length: longer inputs are truncated and counted in a warning. So are targets to score: a truncated
-        target has no EOS, and its score is that of its beginning.
-      batch_size: inputs per batch.
-      checkpoint_period: number of batches per chunk.
-      num_shards, shard_id: which of `num_shards` parts of the input to process, from 0. The output is then
-        `<output>-<shard>-of-<shards>`; concatenated in order, the parts are the complete output.
-      output_ids: also write `prediction_tokens`.
-      overwrite: replace an existing output, and discard finished chunks of other runs.
-      long: `error` refuses inputs and targets that are too long.
-      vocabulary, dtype: see `t5x.load`.
-      seed: seed of samples (0). An input gets the same sample for any batch size and number of shards.
-      decoding: see `t5x.inference.options.Decoding`.
+    A target to score that is longer than `max_input_length` is truncated too. It then has no EOS, and its score is that
+    of its beginning. With `num_shards`, the output is `<output>-<shard>-of-<shards>`; concatenated in order, the parts
+    are the complete output. An input gets the same sample for any batch size and number of shards.
     """
     check_counts(
-        "--", max_length=max_length, max_input_length=max_input_length, batch_size=batch_size,
-        checkpoint_period=checkpoint_period, num_shards=num_shards, shard_id=shard_id,
+        "--", max_length=run.max_target_length, max_input_length=run.max_input_length, batch_size=run.batch_size,
+        checkpoint_period=run.checkpoint_period, num_shards=run.num_shards, shard_id=run.shard_id,
     )  # fmt: skip
-    if seed is not None and not 0 <= seed < 1 << 32:
-        raise UserError(f"--seed is {seed}: it must be 0 to {(1 << 32) - 1}.")
-    for_predictions = {"max_length": max_length, "seed": seed, "output_ids": output_ids or None, **decoding}
-    if mode == "score" and (flags := [f"--{name}" for name, value in for_predictions.items() if value is not None]):
+    if run.seed is not None and not 0 <= run.seed < 1 << 32:
+        raise UserError(f"--seed is {run.seed}: it must be 0 to {(1 << 32) - 1}.")
+    decoding = run.passed_decoding()
+    for_predictions = {"max_length": run.max_target_length, "output_ids": run.output_ids or None, **decoding}
+    if run.mode == "score" and (flags := [f"--{name}" for name, value in for_predictions.items() if value is not None]):
         raise UserError(
             f"{', '.join(flags)} cannot be combined with --mode score, which decodes nothing. (Targets are truncated "
             "to --max_input_length.)"
         )
-    options, shard = Decoding(**decoding), Shard(shard_id, num_shards)
-    to = FileOutput(shard.path(output), overwrite=overwrite, inputs={"input": input_path})
-    loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
-    data = DataDescription.of_checkpoint(
-        loaded.source.data, loaded.source.path, inputs=inputs, targets=targets, prefix=prefix, columns=columns,
-        max_input_length=max_input_length, max_target_length=max_length,
-    )  # fmt: skip
+    seed = decoding.pop("seed", 0)
+    if "choices" in decoding:
+        decoding["choices"] = read_texts(decoding["choices"], "--choices")
+    options, shard = Decoding(**decoding), Shard(run.shard_id, run.num_shards)
+    to = FileOutput(shard.path(run.output), overwrite=run.overwrite, inputs={"input": run.input})
+    loaded = load(run.model, vocabulary=run.vocabulary, dtype=run.dtype)
+    data = run.description(loaded.source.data, loaded.source.path)
     if data.fields():
         log.info("inputs: %r (--inputs and --prefix change it)", data.template())
-    max_input_length, max_length = data.max_input_length, data.max_target_length
-    lines = Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout)
-    if mode == "predict":
-        options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
+    lines = Lines(run.input, needs_targets=run.mode == "score", data=data, live=to.is_stdout)
+    if run.mode == "predict":
+        options.decode_fn(loaded.model.output_vocabulary, data.max_target_length)  # fails on invalid options
     source = {
-        "checkpoint_period": checkpoint_period, "num_shards": num_shards, "shard_id": shard_id, "input": input_path,
-        "vocabulary": vocabulary, **data.fields(),
+        "checkpoint_period": run.checkpoint_period, "num_shards": run.num_shards, "shard_id": run.shard_id,
+        "input": run.input, "vocabulary": run.vocabulary, **data.fields(),
     }  # fmt: skip
     job = _FileInference(
-        file=lines, shard=shard, batch_size=batch_size, source=source, loaded=loaded, decoding=options, mode=mode,
-        max_length=max_length, max_input_length=max_input_length, long=long, output_ids=output_ids, seed=seed or 0,
+        description=run.mode, file=lines, shard=shard, batch_size=run.batch_size, source=source, run=run, loaded=loaded,
+        decoding=options, seed=seed, max_length=data.max_target_length, max_input_length=data.max_input_length,
     )  # fmt: skip
     records = run_job(job, to)
     if distributed.is_leader():
-        _log_problems(sum((Counter(record["cut"]) for record in records), Counter()), max_input_length)
-
-
-_SETTINGS = ("mode", "max_length", "max_input_length", "batch_size", "long", "output_ids", "seed")
+        _log_problems(sum((Counter(record["cut"]) for record in records), Counter()), data.max_input_length)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _FileInference(LineJob):
-    """Predicts or scores lines. See `infer_file` for the settings.
+    """Predicts or scores lines.
 
     The record of a chunk has in `cut` the numbers of truncated `inputs` and `targets`, and of `scores` that are NaN.
     """
 
+    description: str
     unit: str = "input"
-    file: Lines
+    run: FileInference
     loaded: LoadedModel
     decoding: Decoding
-    mode: str
+    seed: int
     max_length: int
     max_input_length: int
-    long: str
-    output_ids: bool
-    seed: int
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.description = self.mode
 
     def identity(self) -> dict[str, Any]:
         defaults = vars(Decoding())
         decoding = {name: value for name, value in vars(self.decoding).items() if value != defaults[name]}
         if "choices" in decoding:
             decoding["choices"] = hashlib.sha256(json.dumps(decoding.pop("choices")).encode()).hexdigest()
-        settings = {name: getattr(self, name) for name in _SETTINGS}
-        return {**self.loaded.identity(), **settings, "decoding": decoding, **self.source}
+        return {
+            **self.loaded.identity(), "mode": self.run.mode, "max_length": self.max_length,
+            "max_input_length": self.max_input_length, "batch_size": self.batch_size, "long": self.run.long,
+            "output_ids": self.run.output_ids, "seed": self.seed, "decoding": decoding, **self.source,
+        }  # fmt: skip
 
     def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
         count = len(chunk.lines)
@@ -156,7 +107,7 @@ class _FileInference(LineJob):
         }  # fmt: skip
         if not self.file.live:
             common["rows"] = self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size)
-        if self.mode == "score":
+        if self.run.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
             results = [{"score": score} for score in self.loaded.scores(inputs, targets, **common)]
         else:
@@ -173,7 +124,7 @@ class _FileInference(LineJob):
         fields: dict[str, list[Any]] = {
             "prediction": [g.text for g in generations], "score": [g.score for g in generations],
         }  # fmt: skip
-        if self.output_ids:
+        if self.run.output_ids:
             fields["prediction_tokens"] = [g.tokens for g in generations]
         return fields if self.decoding.num_return > 1 else {name: values[0] for name, values in fields.items()}
 
@@ -181,7 +132,7 @@ class _FileInference(LineJob):
         limit, text = self.max_input_length, getattr(line, field)
         ids, length = self.loaded.input_ids(text, limit) if field == "inputs" else self.loaded.target_ids(text)
         if length > limit:
-            if self.long == "error":
+            if self.run.long == "error":
                 raise UserError(
                     f"{self.file.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
                     "--max_input_length, or pass --long truncate."
