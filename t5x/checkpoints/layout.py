@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.assignment import SLOTS
-from t5x.checkpoints.formats.source import LazyArray
+from t5x.checkpoints.formats.source import SLOTS, LazyArray
 
 PARAMS, STATES = "target/", "state/param_states/"
 _STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")

@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
 from t5x.checkpoints import paths, transfer, tree
-from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.best import BestRule, Ranking
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.manifest import read_file
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.store import CheckpointStore
+from t5x.checkpoints.transfer import RestoreRules
 
 _STEP = "state/step"
 

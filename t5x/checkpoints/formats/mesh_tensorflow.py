@@ -15,9 +15,8 @@ import numpy as np
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.assignment import SLOTS
 from t5x.checkpoints.formats.native_t5x import TENSORFLOW_STATE, read_step
-from t5x.checkpoints.formats.source import LazyArray, Source
+from t5x.checkpoints.formats.source import SLOTS, LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.files.untrusted import open_inside
 

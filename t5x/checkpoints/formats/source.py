@@ -16,6 +16,8 @@ from t5x.checkpoints import paths
 from t5x.files.untrusted import open_inside
 from t5x.partitioning.consistency import sampled_digest
 
+SLOTS = ("m", "v", "v_row", "v_col")  # Adafactor's state of a parameter, in `state/param_states`
+
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
