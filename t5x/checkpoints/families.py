@@ -7,8 +7,12 @@ from typing import Any
 
 from t5x._runtime.errors import UserError
 
-# size: (emb_dim, num_heads, head_dim, mlp_dim, encoder layers, decoder layers). The LM-adapted and Flan models have
-# T5 1.1's sizes; so do mT5 and umT5, with other vocabularies.
+_WIDTHS = ("emb_dim", "num_heads", "head_dim", "mlp_dim")
+_DEPTHS = ("num_encoder_layers", "num_decoder_layers")
+_SIZES = {"vocab_size", *_WIDTHS, *_DEPTHS, "num_layers"}
+
+# size: its widths and depths. The LM-adapted and Flan models have T5 1.1's sizes; so do mT5 and umT5, with other
+# vocabularies, and decoder-only models, without an encoder.
 _T5_1_0 = {
     "small": (512, 8, 64, 2048, 6, 6),
     "base": (768, 12, 64, 3072, 12, 12),
@@ -30,16 +34,6 @@ _BYT5 = {
     "large": (1536, 16, 64, 3840, 36, 12),
     "xl": (2560, 32, 64, 6720, 36, 12),
     "xxl": (4672, 64, 64, 12352, 36, 12),
-}
-_SIZES = {
-    "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers",
-    "num_layers",
-}  # fmt: skip
-_DECODER_ONLY = {  # size: (emb_dim, num_heads, head_dim, mlp_dim, layers)
-    "base": (768, 12, 64, 2048, 12),
-    "large": (1024, 16, 64, 2816, 24),
-    "xl": (2048, 32, 64, 5120, 24),
-    "xxl": (4096, 64, 64, 10240, 24),
 }
 
 
@@ -124,11 +118,8 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
     Args:
       model_type: what the checkpoint itself states (see Source); a trimmed vocabulary hides that a model is an mT5.
     """
-    fields: tuple[str, ...]
-    fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
-    sizes: Mapping[str, tuple[int, ...]]
     if is_decoder_only(config):
-        family, sizes, fields = "decoder-only T5", _DECODER_ONLY, (*fields[:4], "num_layers")
+        family, sizes = "decoder-only T5", _T5_1_1
     elif len(config["mlp_activations"]) == 1:
         family, sizes = "T5 1.0", _T5_1_0
     elif config.get("per_layer_relative_position_bias"):
@@ -139,8 +130,9 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
         family, sizes = "ByT5", _BYT5
     else:
         family, sizes = "T5 1.1", _T5_1_1
-    dimensions = tuple(config[field] for field in fields)
-    size = next((size for size, known in sizes.items() if known == dimensions), "of its own size")
+    depths = ("num_layers",) if is_decoder_only(config) else _DEPTHS
+    dimensions = tuple(config[field] for field in (*_WIDTHS, *depths))
+    size = next((size for size, known in sizes.items() if known[: len(dimensions)] == dimensions), "of its own size")
     return f"{family} {size}"
 
 

@@ -5,7 +5,6 @@ another model's checkpoint is refused.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from etils import epath
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
+from t5x.checkpoints.formats.own_checkpoint import description_files, read_description, read_vocabulary_files
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
@@ -77,38 +76,24 @@ def sidecars(
       data: how the run reads its data file; None if it has none.
     """
     description = describe(model) | ({} if data is None else {"data": data.to_json()})
-    files = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
-    for feature, vocabulary in model.vocabularies.items():
-        files |= {f"vocabulary/{feature}/{name}": data for name, data in vocabulary.to_files().items()}
+    vocabularies = {feature: vocabulary.to_files() for feature, vocabulary in model.vocabularies.items()}
+    files = description_files(description, vocabularies)
     return files if config_gin is None else files | {GIN_FILE: config_gin}
 
 
 def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel:
-    """Rebuild the model of one of our checkpoints from its description; without an optimizer, for inference.
+    """Build the model of a checkpoint, without an optimizer, from what it states and what its shapes show.
 
     Args:
-      dtype: dtype of the activations; None uses that of the run which wrote the checkpoint.
+      dtype: dtype of the activations; None is that of the run which wrote the checkpoint, or float32 if unknown.
     """
-    network = read_description(source.path)["network"]
-    if network not in (_name(Transformer), _name(DecoderWrapper)):
+    if source.network not in (None, _name(Transformer), _name(DecoderWrapper)):
         raise UserError(
-            f"{source.path} has a network of class {network[:200]}, which cannot be rebuilt from its description. Pass "
-            "its gin file (--gin_file) instead of --model."
+            f"{source.path} has a network of class {source.network[:200]}, which cannot be rebuilt from its "
+            "description. Pass its gin file (--gin_file) instead of --model."
         )
     layers = {k: v for k, v in (source.config or {}).items() if k in ("scan_layers", "param_scan_axis")}
-    return _build_model(source, transfer.config_of(source) | layers, dtype)
-
-
-def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
-    """Build the model of a checkpoint of another format from what it states and what its shapes show.
-
-    Args:
-      dtype: dtype of the activations; None is float32.
-    """
-    return _build_model(source, transfer.config_of(source), dtype)
-
-
-def _build_model(source: Source, config: Mapping[str, Any], dtype: str | None) -> BaseTransformerModel:
+    config = transfer.config_of(source) | layers
     vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention

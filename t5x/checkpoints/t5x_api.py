@@ -26,8 +26,6 @@ from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.store import CheckpointStore
 from t5x.checkpoints.transfer import RestoreRules
 
-_STEP = "state/step"
-
 
 def load_t5x_checkpoint(
     path: str,
@@ -53,7 +51,7 @@ def load_t5x_checkpoint(
     source = open_checkpoint(path if step is None else get_checkpoint_dir(path, step))
     arrays: dict[str, Any] = dict(source.arrays)
     if source.step is not None:
-        arrays[_STEP] = LazyArray((), np.dtype(np.int32), lambda: np.asarray(source.step, np.int32))
+        arrays["state/step"] = LazyArray.from_array(np.asarray(source.step, np.int32))
     if restore_dtype is not None:
         arrays = {
             name: x.astype(restore_dtype) if name.startswith("target/") and jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -392,8 +392,7 @@ def _kin(name: str) -> str:
 def _lazy(leaf: Any) -> LazyArray:
     if isinstance(leaf, LazyArray):
         return leaf
-    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    return LazyArray(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
+    return LazyArray.from_array(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf))
 
 
 def _transfer(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -11,6 +11,8 @@ from t5x.decoding.sampling import (
     StateCallbackFn,
     greedy_decode,
     temperature_sample,
+    topk_mask,
+    topp_mask,
 )
 from t5x.decoding.state import NEG_INF, DecodingState, example_keys, remove_prefix, repeat_rows
 from t5x.decoding.state import LogitCallback as LogitCallbackFn

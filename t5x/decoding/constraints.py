@@ -93,7 +93,6 @@ def no_repeat_ngrams(size: int) -> LogitCallback:
         for back in range(1, size):
             tail = jnp.take_along_axis(sequences, jnp.maximum(index - back + 1, 0), axis=1)
             repeats &= (positions >= back) & (jnp.roll(sequences, back, axis=1) == tail)
-        repeats &= positions >= size - 1
         return jnp.where(_mark(logits, sequences, repeats), NEG_INF, logits)
 
     return process

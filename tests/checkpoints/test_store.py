@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import (
-    CheckpointStore,
-    DamagedCheckpoint,
-    ModelDirLock,
-    array_writer,
-    paths,
-    save_errors,
-)
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, array_writer, paths
 from t5x.files import atomic
 from t5x.files.storage_errors import TransientError
 
@@ -173,7 +166,7 @@ def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_pa
     (aside,) = names(tmp_path) - {"checkpoint_5", "checkpoint_6", "checkpoint_7"}  # 6 is no checkpoint to be kept
     assert aside.startswith("checkpoint_5.foreign-") and aside in caplog.text
     assert names(tmp_path / aside) == names(tmp_path / "checkpoint_6") == {"checkpoint"}
-    assert aside not in save_errors.what_to_free(store.directory)
+    assert aside not in paths.what_to_free(store.directory)
 
 
 def test_the_newest_step_ignores_third_party_directories(store, tmp_path):
