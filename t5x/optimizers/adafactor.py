@@ -23,8 +23,7 @@ from jax.typing import DTypeLike
 
 from t5x._runtime.errors import ArgumentError
 from t5x.kernels.choice import ops
-from t5x.optimizers.patterns import path_of, paths_in
-from t5x.optimizers.protocol import Optimizer, TreeOptimizer
+from t5x.optimizers.protocol import Optimizer, TreeOptimizer, path_of, paths_in
 
 
 class FactorDim(enum.Enum):

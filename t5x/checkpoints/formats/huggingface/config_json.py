@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.formats.huggingface.tensor_names import PER_LAYER_BIAS
+from t5x.checkpoints.families import PER_LAYER_BIAS
 from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 from t5x.files.user_files import read_regular
 from t5x.network.config import FIXED_IN_T5X, TOKEN_IDS, T5Config
