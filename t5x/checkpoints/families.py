@@ -14,7 +14,7 @@ PER_LAYER_BIAS = "per_layer_relative_position_bias"
 # Copies of `shared.weight` that some versions of transformers write.
 EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # A table in the first T5 checkpoints that no version of the network uses.
-_UNUSED = re.compile(r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
+UNUSED = re.compile(r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
 
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
@@ -174,10 +174,6 @@ class Parameter:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.transposed else self.shape
-
-
-def is_unused(tensor: str) -> bool:
-    return _UNUSED.fullmatch(tensor) is not None
 
 
 def t5_parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:

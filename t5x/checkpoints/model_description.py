@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import families, manifest, transfer
+from t5x.checkpoints import families, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import description_files, read_description, read_vocabulary_files
 from t5x.data.data_description import DataDescription
@@ -94,7 +94,10 @@ def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel
         )
     layers = {k: v for k, v in (source.config or {}).items() if k in ("scan_layers", "param_scan_axis")}
     config = transfer.config_of(source) | layers
-    vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
+    vocabularies = {
+        feature: rebuild_vocabulary(files.__getitem__, f"{source.path}/vocabulary/{feature}")
+        for feature, files in sorted(source.vocabulary_files.items())
+    }
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention
     return _build_network(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
@@ -125,15 +128,6 @@ def _build_network(
     )
 
 
-def _load_vocabularies(
-    path: epath.PathLike, vocabulary_files: Mapping[str, Mapping[str, bytes]]
-) -> dict[str, Vocabulary]:
-    return {
-        feature: rebuild_vocabulary(files.__getitem__, f"{path}/vocabulary/{feature}")
-        for feature, files in sorted(vocabulary_files.items())
-    }
-
-
 def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_classes: bool) -> None:
     """Raise a UserError with the differences if the checkpoint is of another model or vocabulary than `model`.
 
@@ -145,9 +139,9 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     if same_classes:
         rows += _differences("", *({name: d.get(name) for name in _RESUME_FIELDS} for d in (stored, here)))
     rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
-    included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
+    included = read_vocabulary_files(path)
     for feature, vocabulary in model.vocabularies.items():
-        if feature in included and not _has_vocabulary(path, feature, vocabulary):
+        if feature in included and not _is_stored(vocabulary, included[feature]):
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
@@ -171,14 +165,12 @@ def _check_vocabularies(
         )
 
 
-def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) -> bool:
-    """Return whether the checkpoint has this vocabulary: the same files, or equal once loaded."""
-    files = {f"vocabulary/{feature}/{name}": content for name, content in vocabulary.to_files().items()}
-    stored = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
-    if files.keys() == stored and all(manifest.read_file(path, name) == content for name, content in files.items()):
+def _is_stored(vocabulary: Vocabulary, files: Mapping[str, bytes]) -> bool:
+    """Return whether these files are those of the vocabulary, or give an equal one."""
+    if vocabulary.to_files() == files:
         return True
     try:
-        return _load_vocabularies(path, read_vocabulary_files(path)).get(feature) == vocabulary
+        return rebuild_vocabulary(files.__getitem__, "a vocabulary") == vocabulary
     except UserError:  # a user's own class: only its files can be compared
         return False
 

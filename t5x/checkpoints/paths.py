@@ -75,11 +75,6 @@ def renamed(step: int) -> str:
     return f"its content is of step {step}: it was renamed or copied. Name it {checkpoint_name(step)}, or move it away"
 
 
-def unique_name(step: int, purpose: str) -> str:
-    """Return a fresh name beside `checkpoint_<step>`; `purpose` is "tmp", "damaged" or "foreign"."""
-    return atomic.unique_name(checkpoint_name(step), purpose)
-
-
 def step_of(path: epath.PathLike) -> int | None:
     """Return the step in the name of a finished checkpoint, or None for any other name."""
     match = re.fullmatch(_STEP, os.path.basename(os.fspath(path)))

@@ -52,12 +52,9 @@ def load_t5x_checkpoint(
     arrays: dict[str, Any] = dict(source.arrays)
     if source.step is not None:
         arrays["state/step"] = LazyArray.from_array(np.asarray(source.step, np.int32))
-    if restore_dtype is not None:
-        arrays = {
-            name: x.astype(restore_dtype) if name.startswith("target/") and jnp.issubdtype(x.dtype, jnp.floating) else x
-            for name, x in arrays.items()
-        }
     state = tree.nest(arrays)
+    if restore_dtype is not None:
+        state["target"] = _cast(state["target"], restore_dtype)
     for function in state_transformation_fns:
         state = function(state, None)
     return state if lazy_parameters else read_arrays(state)

@@ -316,9 +316,7 @@ def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) ->
 # --- T5X's functions, for models with a loss of their own -------------------------------------------------------------
 
 
-def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
-    """Return the special factor of that name, ignoring case."""
-    return special_loss_normalizing_factor(x)
+convert_special_loss_normalizing_factor_to_enum = special_loss_normalizing_factor
 
 
 def cross_entropy_with_logits(

@@ -270,7 +270,7 @@ def test_keeping_nothing_is_refused(tmp_path, keep):
 def test_stale_temporary_directories_are_removed_and_nothing_else(store, tmp_path):
     save(store, 1)
     kept = {"checkpoint_1.tmp-x", "checkpoint_1.tmp-2026", "checkpoint_1.damaged-1", "notes.tmp-1"}
-    left = {paths.unique_name(2, "tmp"), "checkpoint_1.tmp-1763371200-17-0a1b2c3d"}  # now, and in earlier versions
+    left = {atomic.unique_name("checkpoint_2"), "checkpoint_1.tmp-1763371200-17-0a1b2c3d"}  # now, and earlier
     for name in kept | left:
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "data").write_bytes(b"half")

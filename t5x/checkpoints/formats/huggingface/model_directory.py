@@ -156,7 +156,7 @@ def _remove_copies(tensors: dict[str, Tensor], path: str) -> None:
                 f"{path}: {name} differs from {first}. Models whose encoder and decoder have different "
                 "embedding tables are not supported."
             )
-    for name in [name for name in tensors if families.is_unused(name)]:
+    for name in [name for name in tensors if families.UNUSED.fullmatch(name)]:
         del tensors[name]
 
 
