@@ -188,8 +188,12 @@ class Ops:
         """Return why a backend cannot compute this attention; None if it can."""
         return f"the device is {self.hardware.kind}, no NVIDIA GPU" if backend in ("cudnn", "pallas") else None
 
+    def attend(self, backend: str, *inputs: Any) -> jax.Array:
+        """Compute attention by one of `BACKENDS`; the other arguments are those of `attend_xla`."""
+        return getattr(self, f"attend_{backend}")(*inputs)
+
     def attend_xla(self, query, key, value, mask: Mask, bias: RelativeBias | None, softcap=None) -> jax.Array:
-        """Compute the reference attention: plain matmuls, softmax in float32. Other backends take the same arguments.
+        """Compute the reference attention: plain matmuls, softmax in float32.
 
         Args:
           query: [batch, q, heads, head_dim].

@@ -55,7 +55,7 @@ def attend(
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     name = _choose(query, key, mask, softcap, backend)
-    return getattr(ops(), f"attend_{name}")(query, key, value, mask, bias, softcap)
+    return ops().attend(name, query, key, value, mask, bias, softcap)
 
 
 def _choose(query: Any, key: Any, mask: Mask, softcap: float | None, backend: str) -> str:
