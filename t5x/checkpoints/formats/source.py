@@ -45,7 +45,8 @@ class LazyArray:
 
     def astype(self, dtype: Any) -> "LazyArray":
         """Return the array with another dtype, still unread."""
-        return dataclasses.replace(self, dtype=np.dtype(dtype), get_fn=lambda: np.asarray(self.read()).astype(dtype))
+        kind = np.dtype(dtype)
+        return dataclasses.replace(self, dtype=kind, get_fn=lambda: np.asarray(self.read()).astype(kind, copy=False))
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
         """Return the array with another shape, still unread."""
