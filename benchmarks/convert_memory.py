@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from t5x.checkpoints.formats.huggingface import tensor_names, write_huggingface
+from t5x.checkpoints import families
+from t5x.checkpoints.formats.huggingface import write_huggingface
 from t5x.checkpoints.formats.source import LazyArray
 
 SIZES = {  # emb_dim, num_heads, head_dim, mlp_dim, layers
@@ -119,7 +120,7 @@ def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
     rng = np.random.default_rng(0)
     arrays = {
         p.name: LazyArray(p.shape, np.dtype(np.float32), lambda p=p: rng.standard_normal(p.shape, np.float32))
-        for p in tensor_names.t5_parameters(config)
+        for p in families.t5_parameters(config)
     }
     write_huggingface(path, config, arrays)
 

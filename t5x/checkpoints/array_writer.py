@@ -24,12 +24,15 @@ from t5x.checkpoints.array_reader import EMPTY, METADATA, StoredArrays, stored_n
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
-from t5x.checkpoints.save_errors import VanishedFiles
 from t5x.files.remote import is_remote
 from t5x.files.storage_errors import first_line
 
 _COMMITTED = "commit_success.txt"  # without it, Orbax takes a directory in GCS for unfinished
 _COMMIT_BYTES = 64 * 2**20  # each commit is slow and leaves an old version of the index behind
+
+
+class VanishedFiles(UserError):
+    """Files were removed while they were being written. The next save may succeed."""
 
 
 class HostArrays:

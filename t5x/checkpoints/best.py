@@ -82,11 +82,10 @@ class Ranking:
         rule, values = self.rule, self.values()
         if values is None:
             return set(steps)
-        worst = -math.inf if rule.mode == "max" else math.inf
         sign = -1 if rule.mode == "max" else 1
 
         def rank(step: int) -> tuple[float, int]:
-            return sign * (worst if math.isnan(values[step]) else values[step]), step
+            return math.inf if math.isnan(values[step]) else sign * values[step], step
 
         ranked = sorted((step for step in steps if step in values), key=rank)
         if ranked and not math.isnan(values[ranked[0]]):

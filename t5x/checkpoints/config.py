@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from t5x._runtime.errors import UserError, check_at_least
 from t5x.checkpoints import tree
-from t5x.checkpoints.assignment import AssignmentMap, RestoreRules
 from t5x.checkpoints.best import BestRule
 from t5x.checkpoints.t5x_api import SaveBestCheckpointer, transform_to_save
+from t5x.checkpoints.transfer import AssignmentMap, RestoreRules
 from t5x.configuration.ignored_parameters import log_ignored
 
 
@@ -112,7 +112,7 @@ class RestoreCheckpointConfig:
       optimizer_state: `keep` restores it if the checkpoint has all of it; `reset` initializes it.
       step: `keep` continues from the checkpoint's step; `reset` starts at 0.
       strict: False ignores parameters of the checkpoint that the model lacks.
-      assignment_map: pairs (pattern for the model's name, the checkpoint's name or None), see `checkpoints.assignment`.
+      assignment_map: pairs (pattern for the model's name, the checkpoint's name or None), see `transfer.AssignmentMap`.
       fallback_to_scratch: True leaves what the checkpoint lacks at its initial value.
       state_transformation_fns: T5X functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, called
         in order after `assignment_map`. The state is nested dictionaries {"target": …, "state": {"step": …,

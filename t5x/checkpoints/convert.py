@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -16,8 +15,13 @@ from etils import epath
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import families, layout, paths, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
-from t5x.checkpoints.formats.own_checkpoint import HUGGINGFACE_FILES, check_name, write_own_checkpoint
-from t5x.checkpoints.model_description import MODEL_FILE, describe_network
+from t5x.checkpoints.formats.own_checkpoint import (
+    HUGGINGFACE_FILES,
+    check_name,
+    description_files,
+    write_own_checkpoint,
+)
+from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.remote_reading import is_checkpoint
 from t5x.files import atomic
 from t5x.files.disk_space import free_bytes
@@ -325,7 +329,7 @@ def _select(
 def _cast(name: str, array: LazyArray, dtype: str) -> LazyArray:
     if not name.startswith(layout.PARAMS) or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    return LazyArray(array.shape, jnp.dtype(dtype), lambda: array.read().astype(jnp.dtype(dtype), copy=False))
+    return array.astype(jnp.dtype(dtype))
 
 
 def _with_progress(array: LazyArray, number: int, progress: Progress) -> LazyArray:
@@ -367,8 +371,6 @@ def _write(
             f"{source.path} has network settings that this version does not support: {', '.join(unknown)}. Use the "
             "version that wrote it, or convert --to native, which stores no settings."
         )
-    sidecars = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
-    for feature, files in source.vocabulary_files.items():
-        sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
+    sidecars = description_files(description, source.vocabulary_files)
     sidecars |= {HUGGINGFACE_FILES + name: content for name, content in source.huggingface_files.items()}
     return write_own_checkpoint(target, step, tensors, sidecars=sidecars)

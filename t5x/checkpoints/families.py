@@ -1,14 +1,29 @@
-"""The configuration, family and size of a model, inferred from the shapes of its parameters."""
+"""The parameters of a T5 under T5X's and Hugging Face's names; the configuration and size that their shapes show."""
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t5x._runtime.errors import UserError
 
-# size: (emb_dim, num_heads, head_dim, mlp_dim, encoder layers, decoder layers). The LM-adapted and Flan models have
-# T5 1.1's sizes; so do mT5 and umT5, with other vocabularies.
+EMBEDDING = "shared.weight"
+HEAD = "lm_head.weight"
+PER_LAYER_BIAS = "per_layer_relative_position_bias"
+
+# Copies of `shared.weight` that some versions of transformers write.
+EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# A table in the first T5 checkpoints that no version of the network uses.
+UNUSED = re.compile(r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
+
+_ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
+
+_WIDTHS = ("emb_dim", "num_heads", "head_dim", "mlp_dim")
+_DEPTHS = ("num_encoder_layers", "num_decoder_layers")
+_SIZES = {"vocab_size", *_WIDTHS, *_DEPTHS, "num_layers"}
+
+# size: its widths and depths. The LM-adapted and Flan models have T5 1.1's sizes; so do mT5 and umT5, with other
+# vocabularies, and decoder-only models, without an encoder.
 _T5_1_0 = {
     "small": (512, 8, 64, 2048, 6, 6),
     "base": (768, 12, 64, 3072, 12, 12),
@@ -30,16 +45,6 @@ _BYT5 = {
     "large": (1536, 16, 64, 3840, 36, 12),
     "xl": (2560, 32, 64, 6720, 36, 12),
     "xxl": (4672, 64, 64, 12352, 36, 12),
-}
-_SIZES = {
-    "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers",
-    "num_layers",
-}  # fmt: skip
-_DECODER_ONLY = {  # size: (emb_dim, num_heads, head_dim, mlp_dim, layers)
-    "base": (768, 12, 64, 2048, 12),
-    "large": (1024, 16, 64, 2816, 24),
-    "xl": (2048, 32, 64, 5120, 24),
-    "xxl": (4096, 64, 64, 10240, 24),
 }
 
 
@@ -105,13 +110,11 @@ def is_decoder_only(config: Mapping[str, Any]) -> bool:
 
 def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {canonical name: anything with a `.shape`} for all parameters of the network that `config` describes."""
-    from t5x.checkpoints.formats.huggingface import tensor_names
-
     if not is_decoder_only(config):
-        return {parameter.name: parameter for parameter in tensor_names.t5_parameters(config)}
+        return {parameter.name: parameter for parameter in t5_parameters(config)}
     towers = {**config, "num_encoder_layers": 0, "num_decoder_layers": config["num_layers"]}
     parameters = {}
-    for parameter in tensor_names.t5_parameters(towers):
+    for parameter in t5_parameters(towers):
         name = parameter.name.replace("target/token_embedder/", "target/decoder/token_embedder/")
         if name.startswith("target/decoder/") and not re.search("/(encoder_decoder|pre_cross)_attention", name):
             parameters[name] = dataclasses.replace(parameter, name=name)
@@ -124,11 +127,8 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
     Args:
       model_type: what the checkpoint itself states (see Source); a trimmed vocabulary hides that a model is an mT5.
     """
-    fields: tuple[str, ...]
-    fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
-    sizes: Mapping[str, tuple[int, ...]]
     if is_decoder_only(config):
-        family, sizes, fields = "decoder-only T5", _DECODER_ONLY, (*fields[:4], "num_layers")
+        family, sizes = "decoder-only T5", _T5_1_1
     elif len(config["mlp_activations"]) == 1:
         family, sizes = "T5 1.0", _T5_1_0
     elif config.get("per_layer_relative_position_bias"):
@@ -139,8 +139,9 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
         family, sizes = "ByT5", _BYT5
     else:
         family, sizes = "T5 1.1", _T5_1_1
-    dimensions = tuple(config[field] for field in fields)
-    size = next((size for size, known in sizes.items() if known == dimensions), "of its own size")
+    depths = ("num_layers",) if is_decoder_only(config) else _DEPTHS
+    dimensions = tuple(config[field] for field in (*_WIDTHS, *depths))
+    size = next((size for size, known in sizes.items() if known[: len(dimensions)] == dimensions), "of its own size")
     return f"{family} {size}"
 
 
@@ -149,3 +150,73 @@ def _count_layers(names: Mapping[str, Any], tower: str) -> int:
     if gaps := [number for number in range(len(layers)) if number not in layers]:
         raise UserError(f"its arrays are not all of a T5: {tower}/layers_{gaps[0]} is missing.")
     return len(layers)
+
+
+# --- Names
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter under both names.
+
+    Attributes:
+      name: T5X's, `target/encoder/layers_0/attention/query/kernel`.
+      tensor: Hugging Face's, `encoder.block.0.layer.0.SelfAttention.q.weight`.
+      shape: T5X's shape.
+      transposed: whether Hugging Face stores it transposed.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    transposed: bool
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+def t5_parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:
+    """Yield all parameters of a T5 of any checkpoint format, layers unrolled; `config` has fields of T5Config."""
+    width, vocabulary = config["emb_dim"], config["vocab_size"]
+    yield Parameter("target/token_embedder/embedding", EMBEDDING, (vocabulary, width), False)
+    for tower in ("encoder", "decoder"):
+        per_layer = config.get(PER_LAYER_BIAS, False)
+        for layer in range(config[f"num_{tower}_layers"]):
+            name, tensor = f"target/{tower}/layers_{layer}", f"{tower}.block.{layer}"
+            if per_layer or layer == 0:
+                yield Parameter(
+                    f"{name if per_layer else f'target/{tower}'}/relpos_bias/rel_embedding",
+                    f"{tensor}.layer.0.SelfAttention.relative_attention_bias.weight",
+                    (config["num_heads"], config.get("relative_attention_num_buckets", 32)),
+                    True,
+                )
+            yield from _layer(config, tower, name, tensor)
+        norm = f"target/{tower}/{tower}_norm/scale"
+        yield Parameter(norm, f"{tower}.final_layer_norm.weight", (width,), False)
+    if not config["logits_via_embedding"]:
+        yield Parameter("target/decoder/logits_dense/kernel", HEAD, (width, vocabulary), True)
+
+
+def _layer(config: Mapping[str, Any], tower: str, name: str, tensor: str) -> Iterator[Parameter]:
+    width, hidden = config["emb_dim"], config["mlp_dim"]
+    joined = config["num_heads"] * config["head_dim"]
+    if tower == "encoder":
+        attentions = [("pre_attention_layer_norm", "attention", "SelfAttention")]
+    else:
+        attentions = [
+            ("pre_self_attention_layer_norm", "self_attention", "SelfAttention"),
+            ("pre_cross_attention_layer_norm", "encoder_decoder_attention", "EncDecAttention"),
+        ]
+    for i, (norm, t5x_name, hf_name) in enumerate(attentions):
+        yield Parameter(f"{name}/{norm}/scale", f"{tensor}.layer.{i}.layer_norm.weight", (width,), False)
+        for part, letter in _ATTENTION.items():
+            shape = (joined, width) if part == "out" else (width, joined)
+            kernel = f"{tensor}.layer.{i}.{hf_name}.{letter}.weight"
+            yield Parameter(f"{name}/{t5x_name}/{part}/kernel", kernel, shape, True)
+    tensor = f"{tensor}.layer.{len(attentions)}"
+    yield Parameter(f"{name}/pre_mlp_layer_norm/scale", f"{tensor}.layer_norm.weight", (width,), False)
+    count = len(config["mlp_activations"])
+    for part in ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]:
+        yield Parameter(f"{name}/mlp/{part}/kernel", f"{tensor}.DenseReluDense.{part}.weight", (width, hidden), True)
+    yield Parameter(f"{name}/mlp/wo/kernel", f"{tensor}.DenseReluDense.wo.weight", (hidden, width), True)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.assignment import SLOTS
-from t5x.checkpoints.formats.source import LazyArray
+from t5x.checkpoints.formats.source import SLOTS, LazyArray
 
 PARAMS, STATES = "target/", "state/param_states/"
 _STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")
@@ -132,22 +131,20 @@ def _join(root: str, path: str, slot: str | None) -> str:
 
 
 def _layers(root: str, tower: str, rest: str, slot: str | None, arrays: Mapping[str, LazyArray]) -> list[str]:
-    """Return the canonical names of a stacked array's layers, from layer 0 to the first one missing."""
+    """Return the canonical names of a stacked array's layers, from layer 0 to the first one missing.
+
+    Factored slots are chosen by axis, see `_slot_keeping`.
+    """
+    keeps = embed_dimension(rest) if slot == "v_row" else 1 - embed_dimension(rest)
     names: list[str] = []
-    while (name := _layer_name(root, tower, len(names), rest, slot, arrays)) is not None:
+    while True:
+        path = f"{tower}/layers_{len(names)}/{rest}"
+        name, parameter = _join(root, path, slot), arrays.get(PARAMS + path)
+        if slot in ("v_row", "v_col") and parameter is not None and name in arrays and arrays[name].shape != (1,):
+            name = _join(root, path, _slot_keeping(parameter.shape, keeps))
+        if name not in arrays:
+            return names
         names.append(name)
-    return names
-
-
-def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:
-    """Return the canonical name of a layer's array. Factored slots are chosen by axis, see `_slot_keeping`."""
-    name = _join(root, f"{tower}/layers_{number}/{rest}", slot)
-    if slot in ("v_row", "v_col"):
-        parameter = PARAMS + f"{tower}/layers_{number}/{rest}"
-        if parameter in arrays and name in arrays and arrays[name].shape != (1,):
-            keeps = embed_dimension(rest) if slot == "v_row" else 1 - embed_dimension(rest)
-            name = _join(root, f"{tower}/layers_{number}/{rest}", _slot_keeping(arrays[parameter].shape, keeps))
-    return name if name in arrays else None
 
 
 def embed_dimension(path: str) -> int:

@@ -5,16 +5,15 @@ another model's checkpoint is refused.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import families, manifest, transfer
+from t5x.checkpoints import families, transfer
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
+from t5x.checkpoints.formats.own_checkpoint import description_files, read_description, read_vocabulary_files
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
@@ -77,39 +76,28 @@ def sidecars(
       data: how the run reads its data file; None if it has none.
     """
     description = describe(model) | ({} if data is None else {"data": data.to_json()})
-    files = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
-    for feature, vocabulary in model.vocabularies.items():
-        files |= {f"vocabulary/{feature}/{name}": data for name, data in vocabulary.to_files().items()}
+    vocabularies = {feature: vocabulary.to_files() for feature, vocabulary in model.vocabularies.items()}
+    files = description_files(description, vocabularies)
     return files if config_gin is None else files | {GIN_FILE: config_gin}
 
 
 def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel:
-    """Rebuild the model of one of our checkpoints from its description; without an optimizer, for inference.
+    """Build the model of a checkpoint, without an optimizer, from what it states and what its shapes show.
 
     Args:
-      dtype: dtype of the activations; None uses that of the run which wrote the checkpoint.
+      dtype: dtype of the activations; None is that of the run which wrote the checkpoint, or float32 if unknown.
     """
-    network = read_description(source.path)["network"]
-    if network not in (_name(Transformer), _name(DecoderWrapper)):
+    if source.network not in (None, _name(Transformer), _name(DecoderWrapper)):
         raise UserError(
-            f"{source.path} has a network of class {network[:200]}, which cannot be rebuilt from its description. Pass "
-            "its gin file (--gin_file) instead of --model."
+            f"{source.path} has a network of class {source.network[:200]}, which cannot be rebuilt from its "
+            "description. Pass its gin file (--gin_file) instead of --model."
         )
     layers = {k: v for k, v in (source.config or {}).items() if k in ("scan_layers", "param_scan_axis")}
-    return _build_model(source, transfer.config_of(source) | layers, dtype)
-
-
-def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
-    """Build the model of a checkpoint of another format from what it states and what its shapes show.
-
-    Args:
-      dtype: dtype of the activations; None is float32.
-    """
-    return _build_model(source, transfer.config_of(source), dtype)
-
-
-def _build_model(source: Source, config: Mapping[str, Any], dtype: str | None) -> BaseTransformerModel:
-    vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
+    config = transfer.config_of(source) | layers
+    vocabularies = {
+        feature: rebuild_vocabulary(files.__getitem__, f"{source.path}/vocabulary/{feature}")
+        for feature, files in sorted(source.vocabulary_files.items())
+    }
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention
     return _build_network(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
@@ -140,15 +128,6 @@ def _build_network(
     )
 
 
-def _load_vocabularies(
-    path: epath.PathLike, vocabulary_files: Mapping[str, Mapping[str, bytes]]
-) -> dict[str, Vocabulary]:
-    return {
-        feature: rebuild_vocabulary(files.__getitem__, f"{path}/vocabulary/{feature}")
-        for feature, files in sorted(vocabulary_files.items())
-    }
-
-
 def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_classes: bool) -> None:
     """Raise a UserError with the differences if the checkpoint is of another model or vocabulary than `model`.
 
@@ -160,9 +139,9 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     if same_classes:
         rows += _differences("", *({name: d.get(name) for name in _RESUME_FIELDS} for d in (stored, here)))
     rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
-    included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
+    included = read_vocabulary_files(path)
     for feature, vocabulary in model.vocabularies.items():
-        if feature in included and not _has_vocabulary(path, feature, vocabulary):
+        if feature in included and not _is_stored(vocabulary, included[feature]):
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
@@ -186,14 +165,12 @@ def _check_vocabularies(
         )
 
 
-def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) -> bool:
-    """Return whether the checkpoint has this vocabulary: the same files, or equal once loaded."""
-    files = {f"vocabulary/{feature}/{name}": content for name, content in vocabulary.to_files().items()}
-    stored = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
-    if files.keys() == stored and all(manifest.read_file(path, name) == content for name, content in files.items()):
+def _is_stored(vocabulary: Vocabulary, files: Mapping[str, bytes]) -> bool:
+    """Return whether these files are those of the vocabulary, or give an equal one."""
+    if vocabulary.to_files() == files:
         return True
     try:
-        return _load_vocabularies(path, read_vocabulary_files(path)).get(feature) == vocabulary
+        return rebuild_vocabulary(files.__getitem__, "a vocabulary") == vocabulary
     except UserError:  # a user's own class: only its files can be compared
         return False
 

@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import paths, save_errors
+from t5x.checkpoints import paths
 from t5x.files import lease, locks
 from t5x.files.lease import Lease
 from t5x.files.remote import is_remote
@@ -114,7 +114,7 @@ class ModelDirLock:
 
     def what_to_free(self) -> str:
         """Return advice on which files of the run may be deleted if its disk is full."""
-        return save_errors.what_to_free(self.directory)
+        return paths.what_to_free(self.directory)
 
     def __enter__(self) -> "ModelDirLock":
         return self

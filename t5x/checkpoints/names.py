@@ -11,12 +11,10 @@
 T5X_MIRROR (`t5x.files.remote.mirrored`) names local copies of remote directories, such as gs://t5-data.
 """
 
-import difflib
 import os
 import re
-from collections.abc import Iterable
 
-from t5x._runtime.errors import UserError
+from t5x._runtime.errors import UserError, did_you_mean
 from t5x.checkpoints import paths
 from t5x.files.remote import is_remote, mirrored
 
@@ -109,8 +107,11 @@ def public_vocabulary(name: str) -> str | None:
 def _public(name: str) -> str:
     short = name.removeprefix(_PREFIX)
     if short not in PUBLIC_CHECKPOINTS:
-        near = difflib.get_close_matches(short, PUBLIC_CHECKPOINTS, n=3) or sorted(PUBLIC_CHECKPOINTS)
-        raise UserError(f"{name} is not a public T5X checkpoint. Did you mean {_list(_PREFIX + n for n in near)}?")
+        near = (
+            did_you_mean(short, {n: _PREFIX + n for n in PUBLIC_CHECKPOINTS})
+            or f" Known are {', '.join(sorted(PUBLIC_CHECKPOINTS))}."
+        )
+        raise UserError(f"{name} is not a public T5X checkpoint.{near}")
     return f"{_BUCKET}/pretrained_models/t5x/{PUBLIC_CHECKPOINTS[short][0]}"
 
 
@@ -118,16 +119,7 @@ def suggestion(name: str) -> str:
     """Return " Did you mean …?" with names similar to that of a checkpoint that does not exist, or ""."""
     path = name.removeprefix(_HUB_SCHEME).partition("@")[0].rstrip("/")
     directory, last = os.path.split(path)
-    near = []
-    if path == name.rstrip("/") and os.path.isdir(directory or "."):
-        siblings = difflib.get_close_matches(last, os.listdir(directory or "."), n=3)
-        near = [os.path.join(directory, sibling) for sibling in siblings]
     known = {model.rpartition("/")[2]: model for model in _HUB_MODELS} | {n: _PREFIX + n for n in PUBLIC_CHECKPOINTS}
-    near += [known[match] for match in difflib.get_close_matches(last, known, n=3, cutoff=0.8)]
-    near = [match for match in near if match != path][:3]
-    return f" Did you mean {_list(near)}?" if near else ""
-
-
-def _list(names: Iterable[str]) -> str:
-    *some, last = names
-    return f"{', '.join(some)} or {last}" if some else last
+    if path == name.rstrip("/") and os.path.isdir(directory or "."):
+        known |= {sibling: os.path.join(directory, sibling) for sibling in os.listdir(directory or ".")}
+    return did_you_mean(last, {key: candidate for key, candidate in known.items() if candidate != path})

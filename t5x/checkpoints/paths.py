@@ -41,6 +41,7 @@ STATE = "state"
 MANIFEST = "MANIFEST.json"
 PINNED = "PINNED"
 DATASET_STATE = "dataset/train-000-of-001.json"  # the data position of all rows, for any number of processes
+_MAX_LISTED = 5  # removable directories in a message
 
 MARKERS = (MANIFEST, "config.json", "checkpoint", "_METADATA", "manifest.ocdbt")  # of ours, and of other formats
 _STEP = r"checkpoint_(0|[1-9][0-9]*)"
@@ -74,11 +75,6 @@ def renamed(step: int) -> str:
     return f"its content is of step {step}: it was renamed or copied. Name it {checkpoint_name(step)}, or move it away"
 
 
-def unique_name(step: int, purpose: str) -> str:
-    """Return a fresh name beside `checkpoint_<step>`; `purpose` is "tmp", "damaged" or "foreign"."""
-    return atomic.unique_name(checkpoint_name(step), purpose)
-
-
 def step_of(path: epath.PathLike) -> int | None:
     """Return the step in the name of a finished checkpoint, or None for any other name."""
     match = re.fullmatch(_STEP, os.path.basename(os.fspath(path)))
@@ -99,10 +95,6 @@ def published_steps(directory: Directory) -> list[int]:
     return sorted(step for name, finished in children.items() if finished and (step := step_of(name)) is not None)
 
 
-def is_set_aside(path: epath.PathLike) -> bool:
-    return re.fullmatch(_STEP + r"\.damaged-.+", os.path.basename(os.fspath(path))) is not None
-
-
 def open_files(path: epath.PathLike) -> Directory:
     """Return the files of the checkpoint at a local path or URL. They are untrusted: nothing outside it is opened."""
     path = location(path)
@@ -121,6 +113,28 @@ def make_model_dir(directory: epath.PathLike) -> epath.Path:
 def tree_size(directory: epath.PathLike) -> int:
     """Return the total bytes of all files below `directory`."""
     return sum(status.st_size for _, status in walk(directory))
+
+
+def what_to_free(directory: epath.PathLike) -> str:
+    """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
+    if is_remote(directory):  # metrics and arrays wait on a local disk until they are uploaded
+        return "Free space on that disk, or set T5X_CACHE_DIR to a directory on a larger one."
+    entries = os.listdir(directory) if os.path.isdir(directory) else []
+    aside = sorted(name for name in entries if re.fullmatch(_STEP + r"\.damaged-.+", name))
+    removable = aside + [checkpoint_name(step) for step in list_steps(directory)[:-1]]
+    if not removable:
+        return "Free space on that disk, or choose a MODEL_DIR on a larger one."
+    listed = [f"{name} ({_size(os.path.join(directory, name))})" for name in removable[:_MAX_LISTED]]
+    if len(removable) > _MAX_LISTED:
+        listed.append(f"{len(removable) - _MAX_LISTED} more")
+    return f"Free space on that disk: you may delete {', '.join(listed)}; a smaller `keep` removes old ones by itself."
+
+
+def _size(path: epath.PathLike) -> str:
+    try:
+        return human_size(tree_size(path))
+    except OSError as error:
+        return f"unknown size: {error.strerror}"
 
 
 @contextlib.contextmanager

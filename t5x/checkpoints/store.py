@@ -14,6 +14,7 @@ done, and sends them the outcome. A failure in one process fails the save in all
 """
 
 import dataclasses
+import errno
 import logging
 import operator
 import os
@@ -25,14 +26,15 @@ import jax
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import array_reader, array_writer, manifest, model_dir_lock, paths, save_errors
+from t5x.checkpoints import array_reader, array_writer, manifest, model_dir_lock, paths
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.remote_reading import stage
 from t5x.files.directory import Target
+from t5x.files.disk_space import free_bytes
 from t5x.files.remote import has_tensorstore_driver, is_remote
-from t5x.files.storage_errors import TransientError
+from t5x.files.storage_errors import TransientError, errno_of, explained, first_line, tensorstore_status
 from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)
@@ -305,7 +307,7 @@ class CheckpointStore:
           failure: error of the previous save.
         """
         if failure is not None:
-            if self._failed_saves > 1 or not isinstance(failure, save_errors.VanishedFiles | TransientError):
+            if self._failed_saves > 1 or not isinstance(failure, array_writer.VanishedFiles | TransientError):
                 raise failure
             _logger.warning("The save before failed. Saving step %d now; if that fails too, the run stops", step)
         _check_sidecars(sidecars)
@@ -320,7 +322,7 @@ class CheckpointStore:
         except BaseException as error:
             if self._in_flight is not None:
                 self._abandon(self._in_flight)
-            understandable = self._explain(error, step, needed)
+            understandable = _explain(error, self.directory, step, needed)
             if not isinstance(understandable, TransientError) or self._failed_saves:
                 raise understandable from error.__cause__
             self._failure, self._failed_saves = understandable, 1
@@ -345,9 +347,6 @@ class CheckpointStore:
     def _check_lock(self) -> None:
         model_dir_lock.renew(self.directory)
 
-    def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:
-        return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
-
     # --- The background part of a save
 
     def _finish(self, save: _Save, error: BaseException | None) -> None:
@@ -362,7 +361,7 @@ class CheckpointStore:
             if save.arrays is not None:
                 part, files = self._write_arrays(save, save.arrays)
         except BaseException as caught:
-            error = save_errors.explain_access(caught, self.directory)
+            error = _explain_access(caught, self.directory)
         described = None if error is None else distributed.describe_error(error)
         try:
             report = {"part": part, "files": files, "error": described}
@@ -415,7 +414,7 @@ class CheckpointStore:
             self._target.commit(listing.to_bytes(), flushed=hashed)
         except BaseException as caught:
             self._abandon(save.target)
-            raise self._explain(caught, save.step, save.needed) from caught.__cause__
+            raise _explain(caught, self.directory, save.step, save.needed) from caught.__cause__
         return sum(record.size for record in listing.files.values())
 
     def _retire(self, saved: int) -> None:
@@ -478,3 +477,58 @@ def _check_sidecars(sidecars: Mapping[str, bytes]) -> None:
             raise UserError(f"Sidecar {name!r} cannot lie below {min(clash)!r}, which is a file itself.")
         if not isinstance(content, bytes):
             raise UserError(f"Sidecar {name!r} must be bytes, not {type(content).__name__}.")
+
+
+# --- Errors of the environment: disk full, no permission, a directory gone
+
+
+def _explain_access(error: BaseException, directory: epath.PathLike) -> BaseException:
+    """Return the error to raise for one of a remote MODEL_DIR's driver; any other error as it is."""
+    from_driver = isinstance(error, OSError) or (isinstance(error, ValueError) and tensorstore_status(error))
+    if isinstance(error, UserError) or not is_remote(directory) or not from_driver:
+        return error
+    try:
+        with explained(os.fspath(directory)):
+            raise error
+    except UserError as understandable:
+        return understandable
+
+
+def _explain(error: BaseException, directory: epath.PathLike, step: int, needed: int) -> BaseException:
+    """Return the error to raise for `error` in a save: a UserError if the environment is the cause.
+
+    Args:
+      error: the error caught; the unfinished directory has been removed already.
+      directory: MODEL_DIR.
+      step: step of the checkpoint that could not be saved.
+      needed: bytes of its arrays and sidecars.
+    """
+    error = _explain_access(error, directory)
+    number = errno_of(error)
+    if number is None or isinstance(error, UserError) or not isinstance(error, Exception):
+        return error
+    kind: type[UserError] = UserError
+    newest = "There is no earlier checkpoint here."
+    if steps := paths.list_steps(directory):
+        newest = f"Earlier checkpoints are untouched; the newest is checkpoint_{max(steps)}."
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        reason = "the disk is full" if number == errno.ENOSPC else "the disk quota is reached"
+        reason += f". It needs about {paths.human_size(needed)}, {_free_space(directory)}"
+        fix = f"{paths.what_to_free(directory)} Then restart with the same command."
+    else:
+        reason = f"{os.strerror(number)} ({first_line(error)})"
+        fix = "Make the directory writable and restart with the same command."
+        if number == errno.ENOENT:
+            kind = array_writer.VanishedFiles
+            fix = "Find out what removes files there. If the run continues, it tries again at its next checkpoint."
+    understandable = kind(f"checkpoint_{step} could not be saved in {directory}: {reason}. {newest} {fix}")
+    understandable.__cause__ = error
+    return understandable
+
+
+def _free_space(directory: epath.PathLike) -> str:
+    try:
+        free = free_bytes(directory)
+    except OSError:
+        free = None
+    return "the free space is unknown" if free is None else f"{paths.human_size(free)} are free"

@@ -19,14 +19,12 @@ from jax.typing import DTypeLike
 from t5x._runtime.errors import UserError
 from t5x._runtime.imports import import_extra
 from t5x.checkpoints import paths, transfer, tree
-from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.best import BestRule, Ranking
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.manifest import read_file
 from t5x.checkpoints.paths import open_files
 from t5x.checkpoints.store import CheckpointStore
-
-_STEP = "state/step"
+from t5x.checkpoints.transfer import RestoreRules
 
 
 def load_t5x_checkpoint(
@@ -53,13 +51,10 @@ def load_t5x_checkpoint(
     source = open_checkpoint(path if step is None else get_checkpoint_dir(path, step))
     arrays: dict[str, Any] = dict(source.arrays)
     if source.step is not None:
-        arrays[_STEP] = LazyArray((), np.dtype(np.int32), lambda: np.asarray(source.step, np.int32))
-    if restore_dtype is not None:
-        arrays = {
-            name: x.astype(restore_dtype) if name.startswith("target/") and jnp.issubdtype(x.dtype, jnp.floating) else x
-            for name, x in arrays.items()
-        }
+        arrays["state/step"] = LazyArray.from_array(np.asarray(source.step, np.int32))
     state = tree.nest(arrays)
+    if restore_dtype is not None:
+        state["target"] = _cast(state["target"], restore_dtype)
     for function in state_transformation_fns:
         state = function(state, None)
     return state if lazy_parameters else read_arrays(state)

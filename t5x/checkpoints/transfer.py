@@ -1,8 +1,9 @@
-"""Transfer of a checkpoint of any format and layout into the arrays of a network, on its devices."""
+"""Transfer of a checkpoint of any format and layout into the arrays of a network, and the rules for differences."""
 
+import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 
 from t5x._runtime.errors import ArgumentError, UserError
 from t5x.checkpoints import families, layout, tree
-from t5x.checkpoints.assignment import SLOTS, RestoreRules
 from t5x.checkpoints.formats import LazyArray, Source
+from t5x.checkpoints.formats.source import SLOTS
 from t5x.network.config import FIXED_IN_T5X
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,120 @@ Initial = Callable[[Collection[str]], Mapping[str, jax.Array]]
 
 _STEP = "state/step"
 _MAX_LISTED = 5  # names in a log message
+_ROOTED = re.compile(rf"(target/)(.+)()|(state/param_states/)(.+)(/(?:{'|'.join(SLOTS)}))")
+_FIELD = "utils.RestoreCheckpointConfig.assignment_map"
+
+
+# --- Rules
+
+
+class AssignmentMap:
+    """T5X's `assignment_map`: which array of the model is restored from which one of the checkpoint.
+
+        utils.RestoreCheckpointConfig.assignment_map = [
+            (r'target/encoder/block_(\\d+)/(.*)', r'target/encoder/layers_\\1/\\2'),   # new name, old name
+            (r'target/decoder/logits_dense/kernel', None),                          # stays at its initial value
+        ]
+
+    A pattern must match the full name of a variable of the model, with its layers unrolled however the network stores
+    them: `target/encoder/layers_0/mlp/wo/kernel`, `state/param_states/encoder/layers_0/mlp/wo/kernel/v_row`,
+    `state/step`. A pattern without the root (`encoder/layers_0/.*`) matches the parameter and all of its optimizer
+    state; its replacement has no root either. The first pattern that matches is used, and every pattern must be used.
+
+    >>> rules = AssignmentMap([(r"target/new/(.*)", r"target/old/\\1"), (r"head/.*", None)])
+    >>> rules.sources(["target/new/kernel", "target/head/bias", "target/scale"])
+    {'target/new/kernel': 'target/old/kernel', 'target/head/bias': None}
+
+    Args:
+      pairs: (pattern for the model's name, replacement that gives the checkpoint's name, or None: do not restore).
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str | None]] = ()):
+        self._rules: list[tuple[re.Pattern[str], str | None]] = []
+        for pair in pairs:
+            match pair:
+                case [str(pattern), str() | None as replacement]:
+                    try:
+                        self._rules.append((re.compile(pattern), replacement))
+                    except re.error as error:
+                        raise ArgumentError(f"{_FIELD}: {pattern!r} is not a regular expression: {error}.") from error
+                case _:
+                    raise ArgumentError(f"{_FIELD}: {pair!r} must be a pair (pattern, name in the checkpoint or None).")
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def sources(
+        self, names: Iterable[str], *, also: Iterable[str] = (), require_all_used: bool = True
+    ) -> dict[str, str | None]:
+        """Return {model's name: checkpoint's name, or None} for the names that a pattern matches.
+
+        Args:
+          names: names of the model's variables.
+          also: names that are not requested now, but that a pattern may be about.
+          require_all_used: whether an unused pattern is an error.
+
+        Raises:
+          ArgumentError: a pattern is unused.
+        """
+        names = list(names)
+        unused = dict(enumerate(self._rules))
+        decided: dict[str, str | None] = {}
+        for number, name in enumerate([*names, *also]):
+            for index, (pattern, replacement) in enumerate(self._rules):
+                if result := _apply(pattern, replacement, name):
+                    unused.pop(index, None)
+                    if number < len(names):
+                        decided[name] = result[0]
+                    break
+        if unused and require_all_used:
+            listed = ", ".join(repr(pattern.pattern) for pattern, _ in unused.values())
+            example = next((name for name in names if "layers_" in name), next(iter(names), ""))
+            raise ArgumentError(
+                f"{_FIELD}: {listed} matches no variable of the model, or only some that an earlier pattern matches. "
+                f"Patterns must match whole names with unrolled layers, such as {example!r}. Fix or remove it."
+            )
+        return decided
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreRules:
+    """How a checkpoint may be adapted to the model; see `RestoreCheckpointConfig` for the fields.
+
+    Attributes:
+      is_resuming: passed to `state_transformation_fns`.
+    """
+
+    assignments: AssignmentMap = dataclasses.field(default_factory=AssignmentMap)
+    strict: bool = True
+    fallback_to_scratch: bool = False
+    state_transformation_fns: Sequence[Callable[..., Any]] = ()
+    is_resuming: bool = False
+
+    def __bool__(self) -> bool:
+        """Return whether the checkpoint may be of another model."""
+        changed = self.assignments or self.fallback_to_scratch or self.state_transformation_fns
+        return bool(changed) or not self.strict
+
+
+def _apply(pattern: re.Pattern[str], replacement: str | None, name: str) -> tuple[str | None] | None:
+    """Return a 1-tuple of the name in the checkpoint (None: excluded); None if the pattern does not match."""
+    prefix = suffix = ""
+    match = pattern.fullmatch(name)
+    if match is None and (parts := _ROOTED.fullmatch(name)):
+        prefix, path, suffix = (part for part in parts.groups() if part is not None)
+        match = pattern.fullmatch(path)
+    if match is None:
+        return None
+    if replacement is None:
+        return (None,)
+    try:
+        return (prefix + match.expand(replacement) + suffix,)
+    except (re.error, IndexError) as error:
+        raise ArgumentError(f"{_FIELD}: the replacement {replacement!r} of {pattern.pattern!r}: {error}.") from error
+
+
+# --- Transfer
 
 
 def canonical_arrays(source: Source) -> dict[str, LazyArray]:
@@ -277,8 +392,7 @@ def _kin(name: str) -> str:
 def _lazy(leaf: Any) -> LazyArray:
     if isinstance(leaf, LazyArray):
         return leaf
-    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    return LazyArray(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
+    return LazyArray.from_array(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf))
 
 
 def _transfer(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.traverse_util
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -43,14 +44,7 @@ def _text(key: Any) -> str:
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the nested dictionaries from which `flatten` gives `flat`."""
-    nested: dict[str, Any] = {}
-    for name, leaf in flat.items():
-        *parents, last = name.split("/")
-        level = nested
-        for key in parents:
-            level = level.setdefault(key, {})
-        level[last] = leaf
-    return nested
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
 def difference(expected: Any, actual: Any) -> str:

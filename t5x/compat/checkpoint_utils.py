@@ -16,10 +16,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import LazyArray, LazyAwaitableArray, LazyThreadPoolArray, paths, tree
-from t5x.checkpoints.assignment import AssignmentMap
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.mesh_tensorflow import find_prefix, name_shared_biases, read_mesh_tensorflow, translate
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
+from t5x.checkpoints.transfer import AssignmentMap
 from t5x.files.directory import open_directory
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,7 @@
 """Decoding: pure functions over arrays, with T5X's signatures."""
 
+# ruff: noqa: F401
+
 from t5x.decoding import constraints
 from t5x.decoding.beam import beam_search, brevity_penalty
 from t5x.decoding.limits import check_memory
@@ -9,6 +11,8 @@ from t5x.decoding.sampling import (
     StateCallbackFn,
     greedy_decode,
     temperature_sample,
+    topk_mask,
+    topp_mask,
 )
 from t5x.decoding.state import NEG_INF, DecodingState, example_keys, remove_prefix, repeat_rows
 from t5x.decoding.state import LogitCallback as LogitCallbackFn
@@ -18,24 +22,3 @@ from t5x.decoding.t5x_api import (
     _is_tracer,
     _temperature_sample_single_trial,
 )
-
-__all__ = [  # besides the names of `t5x_api`
-    "MIN_TEMPERATURE",
-    "NEG_INF",
-    "DecodingState",
-    "LogitCallbackFn",
-    "SamplingLoopState",
-    "StateCallbackFn",
-    "_dynamic_update_vector_slice_in_dim",
-    "_is_tracer",
-    "_temperature_sample_single_trial",
-    "beam_search",
-    "brevity_penalty",
-    "check_memory",
-    "constraints",
-    "example_keys",
-    "greedy_decode",
-    "remove_prefix",
-    "repeat_rows",
-    "temperature_sample",
-]

@@ -16,6 +16,7 @@ from t5x.decoding.state import (
     DecodingState,
     LogitCallback,
     TokensToLogits,
+    entry_name,
     is_eos,
     map_cache,
     repeat_rows,
@@ -262,7 +263,7 @@ def _with_row_offsets(cache: Any, length: int) -> Any:
     """Replace the network's entry `row_offsets` [rows, 1], if there is one, by zeros [rows, length]."""
 
     def fill(path: tuple, x: jax.Array) -> jax.Array:
-        return jnp.zeros((x.shape[0], length), x.dtype) if _name(path) == _ROW_OFFSETS else x
+        return jnp.zeros((x.shape[0], length), x.dtype) if entry_name(path) == _ROW_OFFSETS else x
 
     return jax.tree_util.tree_map_with_path(fill, cache)
 
@@ -280,7 +281,7 @@ def _reorder_cache(cache: Any, parents: jax.Array, index: jax.Array, axis: int) 
     def take(x: jax.Array) -> jax.Array:
         return take_beams(x.reshape(batch, beams, *x.shape[1:]), parents).reshape(x.shape)
 
-    names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}
+    names = {entry_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}
     if _ROW_OFFSETS not in names:
         for _ in range(axis):
             take = jax.vmap(take)
@@ -290,8 +291,4 @@ def _reorder_cache(cache: Any, parents: jax.Array, index: jax.Array, axis: int) 
         moved = jnp.where(jnp.arange(offsets.shape[1]) < jnp.repeat(index, beams)[:, None], offsets, 0)
         return take(moved) + (parents - jnp.arange(beams)).reshape(-1, 1)
 
-    return jax.tree_util.tree_map_with_path(lambda path, x: follow(x) if _name(path) == _ROW_OFFSETS else x, cache)
-
-
-def _name(path: tuple) -> str | None:
-    return getattr(path[-1], "key", None) if path else None
+    return jax.tree_util.tree_map_with_path(lambda path, x: follow(x) if entry_name(path) == _ROW_OFFSETS else x, cache)

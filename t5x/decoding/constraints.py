@@ -12,32 +12,18 @@ Example:
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t5x._runtime.errors import UserError
+from t5x.data.vocabularies import Vocabulary
 from t5x.decoding import limits
 from t5x.decoding.loop import is_row_independent, row_independent
 from t5x.decoding.state import NEG_INF, LogitCallback, StateView, is_eos
 
 PENALTIES = (1e-3, 1e3)  # the smallest and the largest repetition penalty
-
-
-class ChoiceVocabulary(Protocol):
-    """What `text_choices` needs of a vocabulary, such as those of `t5x.data.vocabularies`."""
-
-    @property
-    def eos_id(self) -> int | None: ...
-
-    @property
-    def unk_id(self) -> int | None: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def chain(processors: Sequence[LogitCallback]) -> LogitCallback:
@@ -93,7 +79,6 @@ def no_repeat_ngrams(size: int) -> LogitCallback:
         for back in range(1, size):
             tail = jnp.take_along_axis(sequences, jnp.maximum(index - back + 1, 0), axis=1)
             repeats &= (positions >= back) & (jnp.roll(sequences, back, axis=1) == tail)
-        repeats &= positions >= size - 1
         return jnp.where(_mark(logits, sequences, repeats), NEG_INF, logits)
 
     return process
@@ -164,7 +149,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     return process
 
 
-def text_choices(texts: Sequence[str], vocabulary: ChoiceVocabulary, max_length: int | None = None) -> LogitCallback:
+def text_choices(texts: Sequence[str], vocabulary: Vocabulary, max_length: int | None = None) -> LogitCallback:
     """Allow only the given strings.
 
     Args:

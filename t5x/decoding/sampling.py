@@ -260,22 +260,22 @@ def _sample(
     return token, log_prob if rescale_log_probs else log_prob_of(logits, token)
 
 
-def topk_mask(logits: jax.Array, topk: int | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
-    """Replace logits below the k-th largest of their row; `topk` may be traced, and may be [rows, 1]."""
-    return _keep_largest(logits, lambda mask: jnp.sum(mask, axis=-1, keepdims=True) >= topk, replace_val)
+def topk_mask(x: jax.Array, k: int | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
+    """Replace values below the k-th largest of their row; ties keep more. `k` may be traced, and may be [rows, 1]."""
+    return _keep_largest(x, lambda mask: jnp.sum(mask, axis=-1, keepdims=True) >= k, replace_val)
 
 
-def topp_mask(logits: jax.Array, topp: float | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
-    """Keep the largest logits of a row whose probabilities reach `topp`, and replace the others.
+def topp_mask(logits: jax.Array, p: float | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
+    """Keep the largest logits of a row whose probabilities reach `p`, ties included, and replace the others.
 
-    `topp` may be traced, and may be [rows, 1].
+    `p` may be traced, and may be [rows, 1].
     """
-    probabilities = jax.nn.softmax(logits)
+    probabilities = jax.nn.softmax(jnp.asarray(logits, jnp.float32))
 
-    def reach_topp(mask: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(mask, probabilities, 0.0), axis=-1, keepdims=True) >= topp
+    def reach_p(mask: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask, probabilities, 0.0), axis=-1, keepdims=True) >= p
 
-    return _keep_largest(logits, reach_topp, replace_val)
+    return _keep_largest(logits, reach_p, replace_val)
 
 
 def _keep_largest(
@@ -286,10 +286,11 @@ def _keep_largest(
     The threshold is found bit by bit in 32 passes, which cost less than a sort and never need all logits at once.
 
     Args:
-      logits: float32 [rows, vocab].
+      logits: [rows, vocab].
       enough: bool [rows, vocab], which logits are kept -> bool [rows, 1]; monotonic.
     """
-    bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0 turns -0.0 into 0.0
+    # + 0.0 turns -0.0 into 0.0
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(logits, jnp.float32) + 0.0, jnp.uint32)
     highest = jnp.uint32(1 << 31)
     ordered = jnp.where(bits >= highest, ~bits, bits | highest)  # unsigned integers in the order of the floats
 
@@ -298,4 +299,4 @@ def _keep_largest(
         return jnp.where(enough(ordered >= higher), higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, next_bit, jnp.zeros((*logits.shape[:-1], 1), jnp.uint32))
-    return jnp.where(ordered >= threshold, logits, replace_val)
+    return jnp.where(ordered >= threshold, logits, replace_val).astype(logits.dtype)

@@ -87,14 +87,17 @@ def set_token(sequences: jax.Array, index: jax.Array, token: jax.Array) -> jax.A
     return jnp.where(jnp.arange(sequences.shape[-1]) == index[..., None], token[..., None], sequences)
 
 
+def entry_name(path: tuple) -> str | None:
+    """Return the name of a cache entry from its key path."""
+    return getattr(path[-1], "key", None) if path else None
+
+
 def map_cache(function: Callable[[jax.Array], jax.Array], cache: Any, rows: int, axis: int) -> Any:
     """Apply `function` to every cache entry that has a row axis; the others are shared by all rows."""
 
     def map_entry(path: tuple, leaf: jax.Array) -> jax.Array:
         shared = leaf.ndim <= axis or leaf.shape[axis] != rows
-        if shared or (path and getattr(path[-1], "key", None) in SHARED_CACHE_ENTRIES):
-            return leaf
-        return function(leaf)
+        return leaf if shared or entry_name(path) in SHARED_CACHE_ENTRIES else function(leaf)
 
     return jax.tree_util.tree_map_with_path(map_entry, cache)
 

@@ -9,7 +9,6 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t5x.decoding import sampling
 from t5x.decoding.sampling import temperature_sample
 from t5x.decoding.state import NEG_INF, SHARED_CACHE_ENTRIES, take_beams, top_k
 
@@ -167,16 +166,6 @@ def _dynamic_update_vector_slice_in_dim(
 
 def _is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
-
-
-def topk_mask(x: jax.Array, k: int | jax.Array, replace_val: float | jax.Array) -> jax.Array:
-    """Replace all but the k largest values of the last axis; ties keep more."""
-    return sampling.topk_mask(jnp.asarray(x, jnp.float32), k, replace_val).astype(x.dtype)
-
-
-def topp_mask(logits: jax.Array, p: float | jax.Array, replace_val: float | jax.Array) -> jax.Array:
-    """Replace all but the largest logits of the last axis whose probabilities reach p; ties keep more."""
-    return sampling.topp_mask(jnp.asarray(logits, jnp.float32), p, replace_val).astype(logits.dtype)
 
 
 def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -15,7 +15,7 @@ from t5x._runtime.errors import UserError, check_at_least, shorten
 from t5x.checkpoints import families, names, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.source import fingerprint
-from t5x.checkpoints.model_description import load_model, model_of
+from t5x.checkpoints.model_description import load_model
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
@@ -156,9 +156,7 @@ def open_model(
             f"{source.path} has no vocabulary. Put spiece.model or tokenizer.json beside the weights, or pass "
             "--vocabulary spiece.model (`bytes` for a ByT5)."
         )
-    if source.format == "t5x" and vocabulary is None:
-        return source, load_model(source, dtype)
-    return source, model_of(source, dtype)
+    return source, load_model(source, dtype)
 
 
 class LoadedModel:

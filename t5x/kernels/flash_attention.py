@@ -260,19 +260,24 @@ class _KernelCall:
     """The block specs and arguments shared by the kernels with a grid of blocks, rows of the batch and heads.
 
     Queries, keys and values are [batch, length, heads, width]; log-sum-exps and delta are `vector_shape`.
+
+    Attributes:
+      scalars: options of the specs of arrays that are read number by number.
+      rows: options of the specs of whole rows.
     """
 
     grid = Grid(block=0, batch=1, on_tpu=False)
 
     def __init__(self, arrays: tuple, bias: PreparedBias | None, mask: PreparedMask, plan: BlockPlan, kernel: str):
         self.arrays, self.plan, self.bias, self.mask, self.kernel = arrays, plan, bias, mask, kernel
+        self.scalars: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
         self.block: Block = getattr(plan.blocks, kernel)
         self.of_keys = kernel == "key"
         self.ranges = getattr(mask.ranges, kernel)
         query, key, _ = arrays
         self.batch, self.width = query.shape[0], query.shape[3]
-        lengths_and_heads = [x.shape[2:0:-1] if self.grid.on_tpu else x.shape[1:3] for x in (query, key)]
-        (self.q_length, heads), (self.k_length, self.k_heads) = lengths_and_heads
+        (self.q_length, heads), (self.k_length, self.k_heads) = (self.placed(*x.shape[1:3]) for x in (query, key))
         self.groups = heads // self.k_heads
         self.heads = self.k_heads if self.of_keys else heads
         self.vector_shape: tuple[int, ...] = (self.batch, heads, self.q_length)
@@ -300,9 +305,17 @@ class _KernelCall:
         """Return the three values in the order of the grid's axes."""
         return blocks, batch, heads
 
+    def placed(self, position: Any, head: Any) -> tuple:
+        """Return the two values in the order of the axes of queries, keys and values, or back."""
+        return position, head
+
     def spec(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
         """Return a spec whose `index` is a function of the block, the row of the batch and the head."""
         return pl.BlockSpec(shape, index, **options)
+
+    def vector(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
+        """Return a spec of vectors along the last axis."""
+        return self.spec(shape, index, **options)
 
     def shared(self) -> tuple:
         """Return the arguments of every kernel after query, key and value."""
@@ -317,23 +330,20 @@ class _KernelCall:
         if self.bias is not None:
             count, q, k, _, _ = self.plan.rules.tiles(self.block).count, *self.block
             shape = (self.groups, count, k, q) if self.of_keys else (None, count, q, k)
-            tiles, far = self.spec(shape, lambda i, b, h: (h, 0, 0, 0)), self.far_spec(shape[0])
+            tiles = self.spec(shape, lambda i, b, h: (h, 0, 0, 0))
+            far = self.vector((shape[0], 2), lambda i, b, h: (h, 0), **self.scalars)
         q_codes = k_codes = None
         if self.plan.rules.coded:
             q_codes = self.codes_spec(self.q_length if self.of_keys else self.block.q, is_row=self.of_keys)
             k_codes = self.codes_spec(self.block.k if self.of_keys else self.k_length, is_row=not self.of_keys)
-        return tiles, far, q_codes, k_codes, self.ranges_spec()
-
-    def far_spec(self, heads: int | None) -> pl.BlockSpec:
-        return self.spec((heads, 2), lambda i, b, h: (h, 0))
+        several = self.ranges.shape[0] > 1
+        ranges_shape = (None, *self.ranges.shape[1:])
+        ranges = self.spec(ranges_shape, lambda i, b, h: (b if several else 0, 0, 0), **self.scalars)
+        return tiles, far, q_codes, k_codes, ranges
 
     def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
         """Return the spec of the codes of a row or of a block of it."""
-        return self.spec((None, size), lambda i, b, h: (b, 0 if is_row else i))
-
-    def ranges_spec(self, **options: Any) -> pl.BlockSpec:
-        several = self.ranges.shape[0] > 1
-        return self.spec((None, *self.ranges.shape[1:]), lambda i, b, h: (b if several else 0, 0, 0), **options)
+        return self.vector((None, size), lambda i, b, h: (b, 0 if is_row else i))
 
     def array(
         self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False
@@ -343,13 +353,9 @@ class _KernelCall:
         Args:
           index: returns the numbers of the block and of the heads.
         """
-        del is_row
-
-        def full_index(i, b, h):
-            block, head = index(i, b, h)
-            return b, block, head, 0
-
-        return self.spec((None, length, heads, self.width), full_index)
+        shape = (None, *self.placed(length, heads), self.width)
+        options = self.rows if is_row else {}
+        return self.spec(shape, lambda i, b, h: (b, *self.placed(*index(i, b, h)), 0), **options)
 
     def q_block(self) -> pl.BlockSpec:
         return self.array(self.block.q, None, lambda i, b, h: (i, h))
@@ -366,10 +372,10 @@ class _KernelCall:
         return self.array(self.block.k, None, lambda i, b, h: (i, h))
 
     def q_vector(self) -> pl.BlockSpec:
-        return self.spec((None, None, self.block.q), lambda i, b, h: (b, h, i))
+        return self.vector((None, None, self.block.q), lambda i, b, h: (b, h, i))
 
     def q_vectors(self) -> pl.BlockSpec:
-        return self.spec((None, self.groups, self.q_length), lambda i, b, h: (b, h, 0))
+        return self.vector((None, self.groups, self.q_length), lambda i, b, h: (b, h, 0))
 
 
 class _TpuCall(_KernelCall):
@@ -385,8 +391,9 @@ class _TpuCall(_KernelCall):
         from jax.experimental.pallas import tpu
 
         super().__init__(*args)
-        self.tpu = tpu
+        self.tpu, self.scalars = tpu, {"memory_space": tpu.SMEM}
         self.row_bytes = _tpu_row_bytes(*((self.q_length, self.groups) if self.of_keys else (self.k_length, 1)))
+        self.rows = {"pipeline_mode": pl.Buffered(1)} if self.row_bytes > _TPU_FEW_BYTES else {}
         self.vector_shape = (*self.vector_shape[:2], 1, self.q_length)
 
     @property
@@ -400,35 +407,20 @@ class _TpuCall(_KernelCall):
     def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
         return heads, batch, blocks
 
+    def placed(self, position: Any, head: Any) -> tuple:
+        return head, position
+
     def spec(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda h, b, i: index(i, b, h), **options)
+
+    def vector(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
+        def full_index(i, b, h):
+            *front, last = index(i, b, h)
+            return *front, 0, last
+
+        return self.spec((*shape[:-1], None, shape[-1]), full_index, **options)
 
     def shared(self) -> tuple:
         tiles, far, q_codes, k_codes, ranges = super().shared()
         far, q_codes, k_codes = (None if x is None else x[:, None] for x in (far, q_codes, k_codes))
         return tiles, far, q_codes, k_codes, ranges
-
-    def far_spec(self, heads: int | None) -> pl.BlockSpec:
-        return self.spec((heads, None, 2), lambda i, b, h: (h, 0, 0), memory_space=self.tpu.SMEM)
-
-    def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
-        return self.spec((None, None, size), lambda i, b, h: (b, 0, 0 if is_row else i))
-
-    def ranges_spec(self, **options: Any) -> pl.BlockSpec:
-        return super().ranges_spec(memory_space=self.tpu.SMEM, **options)
-
-    def array(
-        self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False
-    ) -> pl.BlockSpec:
-        def full_index(i, b, h):
-            block, head = index(i, b, h)
-            return b, head, block, 0
-
-        once = {"pipeline_mode": pl.Buffered(1)} if is_row and self.row_bytes > _TPU_FEW_BYTES else {}
-        return self.spec((None, heads, length, self.width), full_index, **once)
-
-    def q_vector(self) -> pl.BlockSpec:
-        return self.spec((None, None, None, self.block.q), lambda i, b, h: (b, h, 0, i))
-
-    def q_vectors(self) -> pl.BlockSpec:
-        return self.spec((None, self.groups, None, self.q_length), lambda i, b, h: (b, h, 0, 0))

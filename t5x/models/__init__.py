@@ -1,5 +1,7 @@
 """Models: turn a batch into a loss, predictions or scores."""
 
+# ruff: noqa: F401
+
 from collections.abc import Callable
 from typing import Any
 
@@ -33,26 +35,3 @@ TokensIdsToLogitsCallable = DecodeFnCallable = Callable[..., tuple[Any, Any]]
 # Checkpoints record the model class by this public name.
 for _model in (BaseModel, BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel):
     _model.__module__ = __name__
-
-__all__ = [
-    "Array",
-    "BaseModel",
-    "BaseTransformerModel",
-    "Batch",
-    "DecodeFnCallable",
-    "DecoderOnlyModel",
-    "DecoderParams",
-    "EncoderDecoderModel",
-    "MetricsMap",
-    "Params",
-    "PyTree",
-    "PyTreeDef",
-    "TokensIdsToLogitsCallable",
-    "compute_base_metrics",
-    "compute_metrics",
-    "compute_weighted_accuracy",
-    "count_packed_examples",
-    "get_input_vocabulary",
-    "get_output_vocabulary",
-    "remove_prefix",
-]

@@ -264,27 +264,28 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array], pa
     Raises:
       ArgumentError: if `factor` is an unknown name.
     """
-    targets, weights = batch["decoder_target_tokens"], loss_weights(batch)
+    weights = loss_weights(batch)
     if factor is None:
         return weights
     if isinstance(factor, int | float):
         return weights / factor
+    total, weights = _special_factor_and_weights(factor, batch, pad_id)
+    return weights / (total if isinstance(total, int) else jnp.maximum(total, 1.0))
+
+
+def _special_factor_and_weights(
+    factor: str | SpecialLossNormalizingFactor, batch: Mapping[str, jax.Array], pad_id: int = 0
+) -> tuple[int | jax.Array, jax.Array]:
+    """Return what a special factor divides the loss by, and weights. It does not count padding, unlike a plain sum."""
     kind = special_loss_normalizing_factor(factor)
-    batch = _with_weights(batch, pad_id)
+    if batch.get("decoder_loss_weights") is None:
+        batch = {**batch, "decoder_loss_weights": batch["decoder_target_tokens"] != pad_id}
     weights = loss_weights(batch)
-    if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
-        return weights / jnp.maximum(jnp.sum(weights), 1.0)
     if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
-        return weights / targets.size
-    scale = _weights_per_sequence(batch)
-    return scale / jnp.maximum(jnp.sum(scale), 1.0)
-
-
-def _with_weights(batch: Mapping[str, jax.Array], pad_id: int = 0) -> Mapping[str, jax.Array]:
-    """Return the batch with weights. Special factors do not count padding if it has none, unlike a sum."""
-    if batch.get("decoder_loss_weights") is not None:
-        return batch
-    return {**batch, "decoder_loss_weights": batch["decoder_target_tokens"] != pad_id}
+        return batch["decoder_target_tokens"].size, weights
+    if kind is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:
+        weights = _weights_per_sequence(batch)
+    return jnp.sum(weights), weights
 
 
 def _weights_per_sequence(batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -378,12 +379,4 @@ def get_loss_normalizing_factor_and_weights(
     """
     if loss_normalizing_factor is None or isinstance(loss_normalizing_factor, int | float):
         return loss_normalizing_factor, batch.get("decoder_loss_weights")
-    kind = special_loss_normalizing_factor(loss_normalizing_factor)
-    batch = _with_weights(batch)
-    weights = loss_weights(batch)
-    if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
-        return jnp.sum(weights), weights
-    if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
-        return batch["decoder_target_tokens"].size, weights
-    weights = _weights_per_sequence(batch)
-    return jnp.sum(weights), weights
+    return _special_factor_and_weights(loss_normalizing_factor, batch)

@@ -17,12 +17,11 @@ from t5x._runtime.imports import lazy_attributes
 
 # Inference needs only the protocol, without Optax.
 _MODULES = {
-    "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze"),
+    "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze", "weight_decay_mask"),
     "optax_wrapper": (
         "OptaxWrapper", "adabelief", "adagrad", "adam", "adamw", "chain", "dpsgd", "fromage", "lamb", "lars", "lion",
         "muon", "noisy_sgd", "radam", "rmsprop", "sgd", "wrap_optax_optimizer", "yogi",
     ),
-    "patterns": ("weight_decay_mask",),
     "protocol": (
         "OptaxStatePartitionRules", "Optimizer", "OptimizerDef", "OptimizerDefType", "OptimizerState", "OptimizerType",
         "trained",

@@ -23,8 +23,7 @@ from jax.typing import DTypeLike
 
 from t5x._runtime.errors import ArgumentError
 from t5x.kernels.choice import ops
-from t5x.optimizers.patterns import path_of, paths_in
-from t5x.optimizers.protocol import Optimizer, TreeOptimizer
+from t5x.optimizers.protocol import Optimizer, TreeOptimizer, path_of, paths_in
 
 
 class FactorDim(enum.Enum):
@@ -215,18 +214,12 @@ class Adafactor(TreeOptimizer):
           ArgumentError: if the rules do not say how to factor it.
         """
         mapped = self._factor_map.get(path)
-        if mapped is not None and len(mapped) != len(shape):
-            problem = f"{path} has {len(shape)} dimensions, not {len(mapped)}"
-            raise ArgumentError(f"adafactor.Adafactor.factor_map: {problem}.")
         kinds: Sequence[FactorDim | None] | None = mapped
         if self._hparam_rules is not None:
             kinds = self._hparam_rules[path]
             if kinds is None:
                 return FactorPlan()
             kinds, axes = None if kinds is HEURISTIC_RULE else tuple(map(factor_name_to_factordim, kinds)), None
-            if kinds is not None and len(kinds) != len(shape):
-                problem = f"{path} has {len(shape)} dimensions, not {len(kinds)}"
-                raise ArgumentError(f"adafactor.Adafactor.factor_map: {problem}.")
         elif kinds is None and axes is not None:
             if unruled := [axis for axis in axes if axis not in self._factor_rules]:
                 if len(shape) > 2:
@@ -237,6 +230,10 @@ class Adafactor(TreeOptimizer):
                 axes = None
             else:
                 kinds = tuple(self._factor_rules[axis] for axis in axes)
+        if kinds is not None and len(kinds) != len(shape):
+            raise ArgumentError(
+                f"adafactor.Adafactor.factor_map: {path} has {len(shape)} dimensions, not {len(kinds)}."
+            )
         if kinds is None and len(shape) > 2:
             problem = f"Adafactor: {path} {shape} has no logical axes"
             raise ArgumentError(f"{problem}. Add it to adafactor.Adafactor.factor_map.")

@@ -1,7 +1,9 @@
-"""Wrappers around optimizers: one per group of parameters, frozen parameters, and global gradient clipping."""
+"""Groups of parameters: an optimizer for each, frozen ones, without weight decay; and global gradient clipping."""
 
+import difflib
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.traverse_util
@@ -9,13 +11,55 @@ import jax
 import optax
 
 from t5x._runtime.errors import UserError
-from t5x.optimizers.patterns import Patterns, paths_in, select
-from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained, updated
+from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, path_of, paths_in, select, trained, updated
 from t5x.optimizers.schedules import Schedule, unknown_rate
 
 log = logging.getLogger(__name__)
 
 Tree = Any
+
+
+class Patterns:
+    """Regular expressions over parameter paths such as `encoder/layers_0/mlp/wi_0/kernel`.
+
+    A pattern must match the whole path, and every pattern must match at least one parameter.
+
+    Args:
+      patterns: regular expressions, or a single one.
+      setting: gin name of the setting, for error messages.
+
+    Raises:
+      UserError: if a pattern is not a regular expression.
+    """
+
+    def __init__(self, patterns: str | Sequence[str], setting: str):
+        self._setting = setting
+        self._compiled: list[re.Pattern[str]] = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            try:
+                self._compiled.append(re.compile(pattern))
+            except (re.error, TypeError) as error:
+                raise UserError(f"{setting}: {pattern!r} is not a regular expression: {error}.") from error
+
+    def match(self, path: str) -> int | None:
+        """Return the index of the first pattern that matches, or None."""
+        return next((n for n, pattern in enumerate(self._compiled) if pattern.fullmatch(path)), None)
+
+    def check(self, paths: Iterable[str]) -> None:
+        """Raise a UserError if a pattern matches none of the paths."""
+        paths = list(paths)
+        for pattern in self._compiled:
+            if not any(map(pattern.fullmatch, paths)):
+                raise UserError(
+                    f"{self._setting}: {pattern.pattern!r} matches no parameter. A pattern must match the whole path; "
+                    f"the closest paths are {', '.join(_closest(pattern.pattern, paths))}."
+                )
+
+
+def _closest(pattern: str, paths: Sequence[str]) -> list[str]:
+    plain = re.sub(r"\\d|[\\^$]|\.[*+]\??", "", pattern)
+    containing = [path for path in paths if plain.strip("/") in path]
+    return containing[:3] or difflib.get_close_matches(plain, paths, cutoff=0)
 
 
 class MultiOptimizer(TreeOptimizer):
@@ -201,3 +245,35 @@ def clip_by_global_norm(optimizer: OptimizerDef, max_norm: float) -> OptimizerDe
       max_norm: maximum global norm.
     """
     return _ClippedOptimizer(optimizer, max_norm)
+
+
+def weight_decay_mask(exclude: Sequence[str]) -> Callable[[Tree], Tree]:
+    """Return a mask that applies weight decay to all parameters except those that a pattern matches.
+
+    Use it for `mask` or `weight_decay_mask` of Optax's optimizers, and `weight_decay_mask` of Adafactor:
+
+        optax.adamw.mask = @optimizers.weight_decay_mask()
+        optimizers.weight_decay_mask.exclude = ['.*/scale', '.*/rel_embedding']
+
+    Args:
+      exclude: patterns of parameters without weight decay.
+
+    Returns:
+      A function from a tree of parameters to the same tree of booleans.
+
+    Raises:
+      UserError: if a pattern is invalid; the mask raises it if a pattern matches no parameter.
+
+    Example:
+      >>> weight_decay_mask([".*/scale"])({"norm": {"scale": 1.0}, "mlp": {"kernel": 1.0}})
+      {'mlp': {'kernel': True}, 'norm': {'scale': False}}
+    """
+    patterns = Patterns(exclude, "optimizers.weight_decay_mask.exclude")
+    is_hole = lambda node: isinstance(node, optax.MaskedNode)
+
+    def mask(params: Tree) -> Tree:
+        if not any(map(is_hole, jax.tree.leaves(params, is_leaf=is_hole))):  # Optax also masks parts of the tree
+            patterns.check(paths_in(params))
+        return jax.tree_util.tree_map_with_path(lambda keys, _: patterns.match(path_of(keys)) is None, params)
+
+    return mask

@@ -10,8 +10,7 @@ from optax import contrib
 
 from t5x._runtime.errors import UserError
 from t5x.optimizers import protocol
-from t5x.optimizers.patterns import path_of
-from t5x.optimizers.protocol import TreeOptimizer
+from t5x.optimizers.protocol import TreeOptimizer, path_of
 from t5x.optimizers.schedules import Rate, Schedule, as_schedule, rates_in, unknown_rate
 
 Tree = Any

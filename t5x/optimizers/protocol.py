@@ -249,6 +249,22 @@ def like(tree: Tree, content: Mapping[str, Any]) -> Tree:
     return flax.core.freeze(content) if isinstance(tree, flax.core.FrozenDict) else content
 
 
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Return the path of a leaf from JAX's key path."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def paths_in(tree: Tree) -> list[str]:
+    """Return the paths of all leaves of a tree of arrays."""
+    return [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def select(tree: Tree, keep: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the part of nested dictionaries whose paths are kept; non-dictionaries (axes, arrays, None) are leaves."""
+    flat = flax.traverse_util.flatten_dict(tree, sep="/")
+    return flax.traverse_util.unflatten_dict({path: leaf for path, leaf in flat.items() if keep(path)}, sep="/")
+
+
 # --- Optax state as T5X stores it, and its logical axes ---------------------------------------------------------------
 #
 # Optax keeps state in named tuples. It is stored as nested dictionaries by field name and position, without the empty
@@ -305,8 +321,7 @@ def state_axes(state: Tree, params: Tree, axes: Tree) -> dict[str, Any]:
         candidates = {axes for shape, axes in owners.values() if shape == leaf.shape}
         if len(candidates) == 1:
             return candidates.pop()
-        name = jax.tree_util.keystr(keys, simple=True, separator="/")
-        log.warning("optimizer state %s %s has no parameter: it is replicated", name, list(leaf.shape))
+        log.warning("optimizer state %s %s has no parameter: it is replicated", path_of(keys), list(leaf.shape))
         return replicated
 
     return jax.tree_util.tree_map_with_path(axes_of, state)

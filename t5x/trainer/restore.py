@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from t5x import checkpoints
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import names, transfer, tree
-from t5x.checkpoints.assignment import RestoreRules
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
@@ -284,7 +283,7 @@ def restore_params(
       cfg: rules and dtype; None restores exactly the model's parameters.
       rng: seed of the initial values of parameters that the rules exclude; None is 0.
     """
-    rules = RestoreRules() if cfg is None else cfg.rules
+    rules = transfer.RestoreRules() if cfg is None else cfg.rules
     _check_same(source, model, rules)
     abstract = {"target": layout.abstract.params}
     if cfg is not None and cfg.dtype is not None:
@@ -304,7 +303,7 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     else:
         if not functions:
             log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
-        rules = RestoreRules(state_transformation_fns=functions, is_resuming=True)
+        rules = transfer.RestoreRules(state_transformation_fns=functions, is_resuming=True)
         tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
     return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
@@ -316,7 +315,7 @@ def _same_names(stored: Iterable[str], abstract: Any) -> bool:
     return {name for name in stored if tree.section(name) in sections} == expected.keys()
 
 
-def _check_same(source: Source, model: BaseTransformerModel, rules: RestoreRules) -> None:
+def _check_same(source: Source, model: BaseTransformerModel, rules: transfer.RestoreRules) -> None:
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":

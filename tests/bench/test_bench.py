@@ -16,7 +16,7 @@ import pytest
 from benchmarks.bench import checkpoint, compute, measures, report
 from benchmarks.bench.workload import Workload
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import save_errors
+from t5x.checkpoints import store
 from t5x.cli import main
 from t5x.inference.loaded import LoadedModel
 from tests.support import programs
@@ -181,7 +181,7 @@ def test_file_systems_are_distinguished():
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_save_ends_the_measurement(bench, small_disk, on_a_disk, monkeypatch):
-    monkeypatch.setattr(save_errors, "free_bytes", lambda path: 1e12)  # there was room when the save began
+    monkeypatch.setattr(store, "free_bytes", lambda path: 1e12)  # there was room when the save began
     with open(small_disk / "other", "wb") as file:
         file.write(bytes(3 * 2**19))
     result = bench("checkpoint", *TINY[:-2], "--directory", small_disk)

@@ -16,8 +16,8 @@ from t5x.apps.ranking.templates import Template
 from t5x.checkpoints import convert as conversion
 from t5x.checkpoints import layout
 from t5x.checkpoints.convert import convert
+from t5x.checkpoints.families import t5_parameters
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
-from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import load_model
 from t5x.cli.inspect_verb import canonical_params, params_sha256

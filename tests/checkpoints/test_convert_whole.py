@@ -10,8 +10,8 @@ import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import families, tree
+from t5x.checkpoints.families import t5_parameters
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network

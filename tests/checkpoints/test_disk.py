@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import CheckpointStore, ModelDirLock, save_errors
+from t5x.checkpoints import CheckpointStore, ModelDirLock, paths
 from t5x.files import disk_space
 from tests.support.disks import fill
 
@@ -99,4 +99,4 @@ def test_an_unusable_model_dir_is_a_clear_error(tmp_path, monkeypatch, case, use
 
 
 def test_a_remote_run_is_advised_to_move_its_local_copies():
-    assert "T5X_CACHE_DIR" in save_errors.what_to_free("s3://bucket/run")
+    assert "T5X_CACHE_DIR" in paths.what_to_free("s3://bucket/run")

@@ -5,8 +5,9 @@ import socket
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock, paths
+from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock
 from t5x.checkpoints.model_dir_lock import LOCK_FILE
+from t5x.files import atomic
 
 from .helpers import start_program
 
@@ -73,7 +74,7 @@ def test_process_that_does_not_see_the_lock_of_process_0_is_refused(tmp_path, mo
 
 
 def test_unfinished_checkpoints_of_a_live_run_are_not_removed(tmp_path, program):
-    unfinished = tmp_path / paths.unique_name(3, "tmp")
+    unfinished = tmp_path / atomic.unique_name("checkpoint_3")
     unfinished.mkdir()
     holder = program("hold_lock.py", tmp_path)
     assert holder.stdout.readline() == "held\n"

@@ -12,11 +12,11 @@ import pytest
 
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, tree
-from t5x.checkpoints.assignment import AssignmentMap
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.model_description import sidecars
+from t5x.checkpoints.transfer import AssignmentMap
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import RunState, restore_or_init, restore_params, restore_state

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import (
-    CheckpointStore,
-    DamagedCheckpoint,
-    ModelDirLock,
-    array_writer,
-    paths,
-    save_errors,
-)
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, array_writer, paths
 from t5x.files import atomic
 from t5x.files.storage_errors import TransientError
 
@@ -173,7 +166,7 @@ def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_pa
     (aside,) = names(tmp_path) - {"checkpoint_5", "checkpoint_6", "checkpoint_7"}  # 6 is no checkpoint to be kept
     assert aside.startswith("checkpoint_5.foreign-") and aside in caplog.text
     assert names(tmp_path / aside) == names(tmp_path / "checkpoint_6") == {"checkpoint"}
-    assert aside not in save_errors.what_to_free(store.directory)
+    assert aside not in paths.what_to_free(store.directory)
 
 
 def test_the_newest_step_ignores_third_party_directories(store, tmp_path):
@@ -277,7 +270,7 @@ def test_keeping_nothing_is_refused(tmp_path, keep):
 def test_stale_temporary_directories_are_removed_and_nothing_else(store, tmp_path):
     save(store, 1)
     kept = {"checkpoint_1.tmp-x", "checkpoint_1.tmp-2026", "checkpoint_1.damaged-1", "notes.tmp-1"}
-    left = {paths.unique_name(2, "tmp"), "checkpoint_1.tmp-1763371200-17-0a1b2c3d"}  # now, and in earlier versions
+    left = {atomic.unique_name("checkpoint_2"), "checkpoint_1.tmp-1763371200-17-0a1b2c3d"}  # now, and earlier
     for name in kept | left:
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "data").write_bytes(b"half")

@@ -16,6 +16,7 @@ from t5x._runtime.errors import UserError
 from t5x.checkpoints import CheckpointStore, ModelDirLock, paths, transfer
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.model_description import sidecars
+from t5x.files import atomic
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import RunState
 from t5x.trainer.state_layout import StateLayout
@@ -71,7 +72,7 @@ def test_any_number_of_processes_restores_a_save_of_another_number(tmp_path, sta
         store.save(step, make_tree(step), sidecars=SIDECARS)
     store.close()
     (store.path(6) / "model.json").write_bytes(b"")
-    (tmp_path / paths.unique_name(9, "tmp")).mkdir()
+    (tmp_path / atomic.unique_name("checkpoint_9")).mkdir()
     four = outputs(start(tmp_path, "save", 1, count=4))
     assert four == ["at step 5, 1 damaged\nat step 6\n"] * 4
     assert names(tmp_path) > {".lock", "checkpoint_1", "checkpoint_5", "checkpoint_6"}

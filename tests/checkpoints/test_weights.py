@@ -13,7 +13,7 @@ import torch
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import convert
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.model_description import model_of
+from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.transfer import config_of, restore
 from t5x.cli.inspect_verb import inspect
 from t5x.network import T5Config
@@ -202,6 +202,6 @@ def test_shared_and_per_layer_biases_are_refused_with_the_reason(family, per_lay
 def test_a_directory_without_a_vocabulary_is_reported(tmp_path):
     huggingface_models.model("T5 1.1").save_pretrained(tmp_path / "hf")
     with pytest.raises(Exception, match="vocabulary for inputs and targets"):
-        model_of(open_checkpoint(tmp_path / "hf"))
+        load_model(open_checkpoint(tmp_path / "hf"))
     with pytest.raises(UserError, match="--vocabulary"):
         infer.load(str(tmp_path / "hf"))

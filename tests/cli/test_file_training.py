@@ -16,7 +16,7 @@ import pytest
 from t5x import configuration, data
 from t5x._runtime.errors import UserError
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.model_description import model_of
+from t5x.checkpoints.model_description import load_model
 from t5x.cli import file_inference, file_options
 from t5x.cli.file_options import FileTraining
 from t5x.cli.file_training import train_file
@@ -171,7 +171,7 @@ def test_a_native_checkpoint_and_a_hugging_face_one_are_understood(files, tmp_pa
     convert(str(native), str(tmp_path / "hf"), to="hf")
     shutil.copy(spiece, tmp_path / "hf")
     said = dry_run(capsys, data=files["data"], model=str(tmp_path / "hf"))
-    assert model_of(open_checkpoint(tmp_path / "hf")).input_vocabulary.encode("Hello") == [8774]
+    assert load_model(open_checkpoint(tmp_path / "hf")).input_vocabulary.encode("Hello") == [8774]
     assert "hf/spiece.model'" in said and "SentencePieceVocabulary.extra_ids = 100" in said
     assert not Path("run").exists(), "a dry run writes nothing"
 

@@ -9,9 +9,9 @@ import msgpack
 import numpy as np
 
 from t5x.checkpoints import layout
+from t5x.checkpoints.families import t5_parameters
 from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
-from t5x.checkpoints.formats.huggingface.tensor_names import t5_parameters
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network

@@ -103,7 +103,7 @@ def _misnamed(path: epath.Path, source: Source) -> str | None:
 
 
 def _open(path: epath.Path, verify: bool) -> Source:
-    if path.suffix == ".index" or epath.Path(f"{path}.index").exists():
+    if _is_mesh_tensorflow(path):
         from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow
 
         return read_mesh_tensorflow(path)
@@ -128,16 +128,19 @@ def _open(path: epath.Path, verify: bool) -> Source:
         from t5x.checkpoints.formats.orbax import read_orbax
 
         return read_orbax(path)
-    if any(name.endswith(".index") for name in os.listdir(path)):
-        from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow
-
-        return read_mesh_tensorflow(path)
     if _has(path, NATIVE):
         from t5x.checkpoints.formats.native_t5x import read_native
         from t5x.checkpoints.formats.orbax import read_orbax
 
         return read_orbax(path) if _is_early_orbax(path) else read_native(path)
     raise _unknown(path)
+
+
+def _is_mesh_tensorflow(path: epath.Path) -> bool:
+    if path.suffix == ".index" or epath.Path(f"{path}.index").exists():
+        return True
+    has_index = path.is_dir() and any(name.endswith(".index") for name in os.listdir(path))
+    return has_index and not _has(path, paths.MANIFEST, HUGGINGFACE, *_ORBAX)
 
 
 def _is_early_orbax(directory: epath.Path) -> bool:

@@ -65,8 +65,8 @@ def flatten(tree: dict[str, Any], is_leaf: Callable[[dict[str, Any]], bool] = la
         if isinstance(node, dict) and not is_leaf(node):
             leaves |= {f"{key}/{name}": leaf for name, leaf in flatten(node, is_leaf).items()}
         elif isinstance(node, int | float):
-            array = np.asarray(node, np.int32 if type(node) is int and -(2**31) <= node < 2**31 else None)
-            leaves[key] = LazyArray((), array.dtype, array.copy)
+            is_int32 = type(node) is int and -(2**31) <= node < 2**31
+            leaves[key] = LazyArray.from_array(np.asarray(node, np.int32 if is_int32 else None))
         elif node is not None:
             leaves[key] = node
     return leaves

@@ -4,7 +4,6 @@ Kernels already have T5X's orientation; only names change. A variable that match
 dropped silently.
 """
 
-import functools
 import glob
 import logging
 import os
@@ -15,9 +14,8 @@ import numpy as np
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.assignment import SLOTS
 from t5x.checkpoints.formats.native_t5x import TENSORFLOW_STATE, read_step
-from t5x.checkpoints.formats.source import LazyArray, Source
+from t5x.checkpoints.formats.source import SLOTS, LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.files.untrusted import open_inside
 
@@ -78,7 +76,7 @@ def read_mesh_tensorflow(path: epath.PathLike) -> Source:
     step = None
     if _STEP_VARIABLE in variables:
         step = read_step(prefix, variables[_STEP_VARIABLE], _STEP_VARIABLE)
-        arrays["state/step"] = LazyArray((), np.dtype(np.int32), functools.partial(np.array, step, np.int32))
+        arrays["state/step"] = LazyArray.from_array(np.asarray(step, np.int32))
     return Source("Mesh TensorFlow", prefix, step, name_shared_biases(arrays))
 
 
@@ -153,7 +151,7 @@ def _add_missing_slots(prefix: str, arrays: dict[str, LazyArray]) -> None:
         if name.startswith("state/param_states/"):
             parameter, slot = name.rsplit("/", 1)
             slots.setdefault(parameter, set()).add(slot)
-    unused = LazyArray((1,), np.dtype(np.float32), functools.partial(np.zeros, 1, np.float32))
+    unused = LazyArray.from_array(np.zeros(1, np.float32))
     for parameter, stored in slots.items():
         if stored not in ({"v"}, {"v_row", "v_col"}):
             raise UserError(

@@ -17,9 +17,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgpack
 import numpy as np
 from etils import epath
+from flax.serialization import msgpack_serialize
 
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import paths, tree
@@ -221,7 +221,7 @@ def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, leave
     if clash or os.path.lexists(directory / stored_name):
         raise UserError(f"{name}: another array has this name, or a name that is stored as the same. Rename one.")
     if _is_inline(section, keys[-1], array):
-        leaves[name] = _pack_array(array)
+        leaves[name] = np.asarray(array)
     else:
         leaves[name] = {
             "driver": "zarr",
@@ -239,15 +239,11 @@ def _is_inline(section: str, key: str, array: np.ndarray) -> bool:
     return section != "target" and small and array.nbytes <= _MAX_INLINE_BYTES
 
 
-def _pack_array(array: np.ndarray) -> msgpack.ExtType:
-    return msgpack.ExtType(lazy_msgpack.ARRAY, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
-
-
 def _write_msgpack(directory: epath.Path, step: int, sections: Mapping[str, Any]) -> None:
-    state = {"param_states": {}, **sections.get("state", {}), "step": _pack_array(np.asarray(step, np.int32))}
+    state = {"param_states": {}, **sections.get("state", {}), "step": np.asarray(step, np.int32)}
     optimizer = {"state": state, "target": sections.get("target", {})}
     if "flax_mutables" in sections:
         optimizer["flax_mutables"] = sections["flax_mutables"]
-    content = msgpack.packb({"version": _VERSION, "optimizer": optimizer})
+    content = msgpack_serialize({"version": _VERSION, "optimizer": optimizer}, in_place=True)
     paths.write_file(directory / _CHECKSUM, _checksum_line(hashlib.sha256(content).hexdigest()))
     paths.write_file(directory / FILE, content)

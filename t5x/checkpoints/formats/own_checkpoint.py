@@ -4,6 +4,7 @@
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ def read_own_checkpoint(path: epath.PathLike) -> Source:
         path=path,
         step=check_step(path, content.step),
         arrays=array_reader.StoredArrays(f"{path}/{paths.STATE}").lazy_arrays(),
+        network=description.get("network"),
         config=description.get("config"),
         vocabulary_files=read_vocabulary_files(path),
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
@@ -76,6 +78,16 @@ def read_description(path: epath.PathLike) -> dict[str, Any]:
     except ValueError as error:
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
     return description | {field: current_name(description[field]) for field in ("model", "network")}
+
+
+def description_files(
+    description: Mapping[str, Any], vocabulary_files: Mapping[str, Mapping[str, bytes]]
+) -> dict[str, bytes]:
+    """Return model.json and the vocabularies (see `read_vocabulary_files`), by their path in a checkpoint."""
+    files = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
+    for feature, contents in vocabulary_files.items():
+        files |= {f"vocabulary/{feature}/{name}": content for name, content in contents.items()}
+    return files
 
 
 def write_own_checkpoint(

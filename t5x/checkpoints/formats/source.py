@@ -8,13 +8,15 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from t5x.checkpoints import paths
 from t5x.files.untrusted import open_inside
 from t5x.partitioning.consistency import sampled_digest
+
+SLOTS = ("m", "v", "v_row", "v_col")  # Adafactor's state of a parameter, in `state/param_states`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +27,17 @@ class LazyArray:
     dtype: np.dtype
     get_fn: Callable[[], np.ndarray]
 
+    @classmethod
+    def from_array(cls, array: Any, dtype: Any = None) -> Self:
+        """Return an array that is already in memory."""
+        kind = np.dtype(dtype or array.dtype)
+        return cls(tuple(array.shape), kind, lambda: np.asarray(array).astype(kind))
+
     def read(self) -> np.ndarray:
         """Read the array."""
         return self.get_fn()
 
-    def get(self) -> np.ndarray:
-        """Read the array."""
-        return self.read()
+    get = read  # T5X's name
 
     async def get_async(self) -> np.ndarray:
         """Read the array in a thread."""
@@ -39,7 +45,8 @@ class LazyArray:
 
     def astype(self, dtype: Any) -> "LazyArray":
         """Return the array with another dtype, still unread."""
-        return dataclasses.replace(self, dtype=np.dtype(dtype), get_fn=lambda: np.asarray(self.read()).astype(dtype))
+        kind = np.dtype(dtype)
+        return dataclasses.replace(self, dtype=kind, get_fn=lambda: np.asarray(self.read()).astype(kind, copy=False))
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
         """Return the array with another shape, still unread."""
@@ -70,21 +77,13 @@ class LazyAwaitableArray(LazyArray):
     """T5X's name of a `LazyArray` of TensorStore, or around an array."""
 
     @classmethod
-    def from_array(cls, array: Any, dtype: Any = None) -> "LazyAwaitableArray":
-        """Return an array that is already in memory."""
-        kind = np.dtype(dtype or array.dtype)
-        return cls(tuple(array.shape), kind, lambda: np.asarray(array).astype(kind))
-
-    @classmethod
-    def from_tensor_store_spec(cls, ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None) -> "LazyAwaitableArray":
+    def from_tensor_store_spec(cls, ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None) -> Self:
         """Return an array with the shape of a TensorStore spec, which `get_fn` reads."""
         kind = np.dtype(dtype or ts_spec.dtype.numpy_dtype)
         return cls(tuple(ts_spec.shape), kind, lambda: np.asarray(get_fn()).astype(kind))
 
     @classmethod
-    def from_tensor_store_spec_or_array(
-        cls, maybe_ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None
-    ) -> "LazyAwaitableArray":
+    def from_tensor_store_spec_or_array(cls, maybe_ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None) -> Self:
         """Return the array of either."""
         if isinstance(maybe_ts_spec, np.ndarray) or hasattr(maybe_ts_spec, "__array__"):
             return cls.from_array(maybe_ts_spec, dtype)
@@ -105,6 +104,7 @@ class Source:
       step: the training step; None if the format has none.
       arrays: {T5X's name: array}, scanned or unrolled as stored: `target/encoder/layers_0/…/kernel`,
         `state/param_states/encoder/…/kernel/v_row`.
+      network: name of the network's class, in our checkpoints.
       config: fields of the network's configuration (T5Config) that the checkpoint states; None if it states none.
       vocabulary_files: {feature: {file name: content}} of the included vocabularies.
       inputs_bidirectional_attention: whether a decoder-only model is a prefix LM.
@@ -118,6 +118,7 @@ class Source:
     path: str
     step: int | None
     arrays: Mapping[str, LazyArray]
+    network: str | None = None
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False

@@ -14,7 +14,7 @@ from t5x.apps.exporting.t5x_api import create_inference_function
 from t5x.apps.ranking.models import RankingModel
 from t5x.checkpoints.convert import convert
 from t5x.checkpoints.formats.huggingface import read_huggingface, write_huggingface
-from t5x.checkpoints.model_description import check_same_model, model_of
+from t5x.checkpoints.model_description import check_same_model, load_model
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import HuggingFaceVocabulary, PassThroughVocabulary
 from t5x.inference.generation import Decoding
@@ -302,7 +302,7 @@ def test_a_run_without_the_fields_is_refused(transformers, tmp_path):
 
     write_case(tmp_path / "hf", "start 2, pad 3, three EOS, 64 buckets")
     source = read_huggingface(tmp_path / "hf")
-    assert not transfer.describe_differences(source.config, model_of(source).module.config)
+    assert not transfer.describe_differences(source.config, load_model(source).module.config)
     differences = transfer.describe_differences(source.config, network().config)
     for name in ("relative_attention_max_distance", "decoder_start_token_id", "pad_token_id", "eos_token_id"):
         assert any(line.startswith(f"{name}: checkpoint ") for line in differences), name

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints.formats.huggingface.tensor_names import PER_LAYER_BIAS
+from t5x.checkpoints.families import PER_LAYER_BIAS
 from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 from t5x.files.user_files import read_regular
 from t5x.network.config import FIXED_IN_T5X, TOKEN_IDS, T5Config
@@ -106,12 +106,9 @@ def read_config(stated: Mapping[str, Any], path: str, generation: Mapping[str, A
     for key in _SIZES:
         if type(value := sizes.get(key)) is not int or value < 1:
             raise UserError(f"{path}: {key} is {value!r}; it must be an integer of at least 1.")
-    rate = stated.get("dropout_rate", 0.1)
-    if type(rate) not in (int, float) or not 0 <= rate < 1:
-        raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
     config: dict[str, Any] = {t5x_name: sizes[hf_name] for hf_name, t5x_name in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
-        "dropout_rate": float(rate),
+        "dropout_rate": stated.get("dropout_rate", 0.1),
         PER_LAYER_BIAS: kind == "umt5",
         **{name: stated.get(name, usual) for name, usual in _BUCKETS.items()},
         **_token_ids(stated, generation, path),

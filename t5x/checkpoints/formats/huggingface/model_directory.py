@@ -11,9 +11,8 @@ import numpy as np
 from etils import epath
 
 from t5x._runtime.errors import UserError
-from t5x.checkpoints import paths, tree
+from t5x.checkpoints import families, paths, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files
-from t5x.checkpoints.formats.huggingface import tensor_names as names
 from t5x.checkpoints.formats.huggingface.safetensors_files import Tensor, read_header
 from t5x.checkpoints.formats.huggingface.tokenizer_files import CONFIG, GENERATION
 from t5x.checkpoints.formats.safety import check_links
@@ -146,18 +145,18 @@ def _pickle_error(path: str) -> UserError:
 
 def _remove_copies(tensors: dict[str, Tensor], path: str) -> None:
     """Leave one embedding table in `tensors`, and no table that the network does not use."""
-    tables = {name: tensors.pop(name) for name in (names.EMBEDDING, *names.EMBEDDING_COPIES) if name in tensors}
+    tables = {name: tensors.pop(name) for name in (families.EMBEDDING, *families.EMBEDDING_COPIES) if name in tensors}
     if not tables:
-        raise UserError(f"{path} has no tensor {names.EMBEDDING}, so it is not a T5. It has {_list(tensors)}.")
+        raise UserError(f"{path} has no tensor {families.EMBEDDING}, so it is not a T5. It has {_list(tensors)}.")
     (first, table), *copies = tables.items()  # MADLAD has no `shared.weight`, only the decoder's table
-    tensors[names.EMBEDDING] = table
+    tensors[families.EMBEDDING] = table
     for name, copy in copies:
         if not copy.same_content(table):
             raise UserError(
                 f"{path}: {name} differs from {first}. Models whose encoder and decoder have different "
                 "embedding tables are not supported."
             )
-    for name in [name for name in tensors if names.is_unused(name)]:
+    for name in [name for name in tensors if families.UNUSED.fullmatch(name)]:
         del tensors[name]
 
 
@@ -165,22 +164,22 @@ def _resolve_logits(
     config: Mapping[str, Any], stated: Mapping[str, Any], tensors: dict[str, Tensor], path: str
 ) -> bool:
     """Return whether the logits come from the scaled embedding. If not, `tensors` has a head afterwards."""
-    embedding, head = tensors[names.EMBEDDING], tensors.get(names.HEAD)
+    embedding, head = tensors[families.EMBEDDING], tensors.get(families.HEAD)
     own_head = head is not None and not head.same_content(embedding)
     scaled = config_json.is_scaled(stated, f"{path}/{CONFIG}", own_head=own_head)
     if scaled and own_head:
         raise UserError(
             f"{path}: {CONFIG} states that the logits come from the scaled embedding (tie_word_embeddings), but "
-            f"{names.HEAD} differs from {names.EMBEDDING}. If this is a T5 1.1 or later, set "
+            f"{families.HEAD} differs from {families.EMBEDDING}. If this is a T5 1.1 or later, set "
             '"tie_word_embeddings": false in config.json (and "scale_decoder_outputs": false, if it is there).'
         )
     if scaled:
-        tensors.pop(names.HEAD, None)
+        tensors.pop(families.HEAD, None)
     elif head is None:
         if not config_json.written_by_version_5(stated):
-            raise UserError(f"{path} has no tensor {names.HEAD}, but {CONFIG} states tie_word_embeddings: false.")
-        tensors[names.HEAD] = embedding  # tied but not scaled, which version 5 of transformers supports
-    if own_head and config[names.PER_LAYER_BIAS] and config_json.written_by_version_5(stated):
+            raise UserError(f"{path} has no tensor {families.HEAD}, but {CONFIG} states tie_word_embeddings: false.")
+        tensors[families.HEAD] = embedding  # tied but not scaled, which version 5 of transformers supports
+    if own_head and config[families.PER_LAYER_BIAS] and config_json.written_by_version_5(stated):
         logger.warning(
             "%s is a umT5 with a separate logits layer. transformers 5 multiplies its logits by d_model**-0.5; here "
             "they are not scaled, as in the published umT5.",
@@ -193,7 +192,7 @@ def _read_arrays(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
     """Return the arrays of the model; raise a UserError unless `tensors` are exactly its parameters."""
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
         raise UserError(f"{path}/{CONFIG} states more layers than there are tensors: it belongs to another model.")
-    parameters = {parameter.tensor: parameter for parameter in names.t5_parameters(config)}
+    parameters = {parameter.tensor: parameter for parameter in families.t5_parameters(config)}
     expected = {name: Tensor(path, name, "", parameter.tensor_shape) for name, parameter in parameters.items()}
     if table := tree.difference_by_name(expected, {name[:200]: tensor for name, tensor in tensors.items()}):
         hint = "" if any(name.startswith("decoder.block.") for name in tensors) else "\nIs this an encoder alone?"
@@ -271,7 +270,7 @@ def write_huggingface(
 
 def _tensors_of(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """Return the tensors by Hugging Face's names, in the order of `arrays`; raise a UserError unless all match."""
-    parameters = {parameter.name: parameter for parameter in names.t5_parameters(config)}
+    parameters = {parameter.name: parameter for parameter in families.t5_parameters(config)}
     params = {name: array for name, array in arrays.items() if name.startswith("target/")}
     if table := tree.difference_by_name(parameters, params):
         raise UserError(

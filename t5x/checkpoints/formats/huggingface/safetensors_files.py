@@ -75,36 +75,27 @@ class Tensor:
         """Return whether both have the same type, shape and bytes; reads only until they differ."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        length, rows = math.prod(self.shape[:1]), _rows_per_chunk(self.dtype, self.shape)
-        parts = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
-        with _open(self.path) as file, _open(other.path) as other_file:
-            one, two = file.get_slice(self.name), other_file.get_slice(other.name)
-            return all(one[part].tobytes() == two[part].tobytes() for part in parts)
+        size = math.prod(self.shape) * self.dtype.itemsize
+        with _read_errors(self.path), open_regular(self.path) as file, open_regular(other.path) as other_file:
+            file.seek(self.position)
+            other_file.seek(other.position)
+            chunks = (min(_CHUNK_BYTES, size - start) for start in range(0, size, _CHUNK_BYTES))
+            return all(file.read(chunk) == other_file.read(chunk) for chunk in chunks)
 
 
 def read_header(path: str) -> dict[str, Tensor]:
     """Return the tensors of a file by name; raise a UserError unless it is a complete, valid safetensors file."""
-    with _open(path) as file:
-        with open_regular(path) as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            header = parse_json(raw.read(length), max_bytes=_MAX_HEADER_BYTES, object_pairs_hook=_check_unique)
-        tensors = {}
-        for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
-            tensor, position = file.get_slice(name), 8 + length + header[name]["data_offsets"][0]
-            tensors[name] = Tensor(path, name, tensor.get_dtype(), check_shape(tensor.get_shape()), position)
-        return tensors
-
-
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[Any]:
-    """Open a file for each use: the library maps it into memory, so it must not shrink while it is open."""
-    with _read_errors(path):
-        with open_regular(path) as raw:
-            length = int.from_bytes(raw.read(8), "little")
+    with _read_errors(path), open_regular(path) as raw:
+        length = int.from_bytes(raw.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"a header of {length:,} bytes is too large")
         with safe_open(path, framework="numpy") as file:
-            yield file
+            header = parse_json(raw.read(length), max_bytes=_MAX_HEADER_BYTES, object_pairs_hook=_check_unique)
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
+                tensor, position = file.get_slice(name), 8 + length + header[name]["data_offsets"][0]
+                tensors[name] = Tensor(path, name, tensor.get_dtype(), check_shape(tensor.get_shape()), position)
+            return tensors
 
 
 @contextlib.contextmanager
