@@ -3,7 +3,7 @@
 import pytest
 
 from t5x.files.directory import open_directory
-from tests.inference.test_tasks import ends_after, expected, model, place, run  # noqa: F401
+from tests.inference.test_tasks import ends_after, expected, model, place, real_model, run  # noqa: F401
 from tests.object_stores import proxy
 
 pytestmark = pytest.mark.nightly
