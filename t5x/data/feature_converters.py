@@ -83,9 +83,9 @@ class FeatureConverter(abc.ABC):
         self.trimmed: collections.Counter[str] = collections.Counter()
         self._apply_length_check = apply_length_check
 
+    @abc.abstractmethod
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
-        """Return {model feature: length} for {task feature: length}: those of a row of padding."""
-        return {name: values.shape[-1] for name, values in self.convert_row([], task_feature_lengths).items()}
+        """Return {model feature: length} for {task feature: length}."""
 
     @abc.abstractmethod
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
@@ -151,6 +151,10 @@ class FeatureConverter(abc.ABC):
         """Return the features used of a task that has `available` features, or lengths for these."""
         optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in available)
         return (*optional, *self.TASK_FEATURES)
+
+    def _names(self, side: str, *names: str) -> list[str]:
+        packing = ("segment_ids", "positions") if self.pack else ()
+        return [f"{side}_{name}" for name in (*names, *packing)]
 
     def _place_examples(self, examples: Sequence[Example], lengths: Lengths, trim: bool) -> list["_Placed"]:
         """Return one row for each of TASK_FEATURES."""
@@ -261,6 +265,12 @@ class EncDecFeatureConverter(FeatureConverter):
 
     TASK_FEATURES: tuple[str, ...] = ("inputs", "targets")
 
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        encoder = self._names("encoder", "input_tokens")
+        decoder = self._names("decoder", "target_tokens", "input_tokens", "loss_weights")
+        inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
+        return dict.fromkeys(encoder, inputs) | dict.fromkeys(decoder, targets)
+
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         return self._features(*self._place_examples(examples, task_feature_lengths, trim))
 
@@ -279,6 +289,9 @@ class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
         super().__init__(**kwargs)
         if self.pack:
             raise UserError("PrePackedEncDecFeatureConverter is for examples that are already packed: set pack=False.")
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        return EncDecFeatureConverter(pack=True).get_model_feature_lengths(task_feature_lengths)
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         rows = [row.tokens for row in self._place_examples(examples, task_feature_lengths, trim)]
@@ -312,6 +325,11 @@ class DecoderFeatureConverter(FeatureConverter):
     def __init__(self, loss_on_targets_only: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         self.loss_on_targets_only = loss_on_targets_only
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        names = self._names("decoder", "target_tokens", "input_tokens", "loss_weights")
+        names += ["decoder_causal_attention"] if "inputs" in task_feature_lengths else []
+        return dict.fromkeys(names, _decoder_length(task_feature_lengths))
 
     def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
         return (_decoder_length(task_feature_lengths),) if self.pack else (1,)
@@ -390,6 +408,10 @@ class EncoderFeatureConverter(FeatureConverter):
         super().__init__(**kwargs)
         self.mask_id = mask_id
 
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        names = self._names("encoder", "input_tokens", "target_tokens", "loss_weights")
+        return dict.fromkeys(names, task_feature_lengths["inputs"])
+
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         super().check(available, task_feature_lengths, task_name)
         if task_feature_lengths["inputs"] != task_feature_lengths["targets"]:
@@ -426,6 +448,9 @@ class PassThroughFeatureConverter(FeatureConverter):
 
     def __init__(self, **kwargs: Any):
         super().__init__()
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        return dict(task_feature_lengths)
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         if not examples:
