@@ -114,6 +114,7 @@ def test_renamed_modules_are_found(config):
         np.testing.assert_array_equal(kernel, expected[f"target/encoder/layers_{layer}/mlp/wo/kernel"])
 
 
+@pytest.mark.slow
 def test_none_leaves_one_layer_of_a_stack_at_its_initial_value():
     found = restored(checkpoint(), SCANNED, assignment_map=[(r"target/encoder/layers_1/.*", None)])
     name = "target/encoder/{}/mlp/wo/kernel"

@@ -41,6 +41,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
     caplog.set_level("INFO")
     source = open_checkpoint(FIXTURE)

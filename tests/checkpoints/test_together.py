@@ -53,6 +53,7 @@ def outputs(processes) -> list[str]:
     return [output for output, _ in said]
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_restores_a_save_of_another_number(tmp_path, start):
     first, second = outputs(start(tmp_path, "save", 4))
     assert first == second == "at step 0, 0 damaged\n" + "".join(f"at step {step}\n" for step in (1, 2, 3, 4))

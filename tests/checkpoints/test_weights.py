@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import t5x
 from t5x._runtime.errors import UserError
 from t5x.checkpoints import convert
 from t5x.checkpoints.formats import open_checkpoint
@@ -18,7 +19,6 @@ from t5x.checkpoints.transfer import config_of, restore
 from t5x.cli.inspect_verb import inspect
 from t5x.network import T5Config
 from t5x.partitioning import PjitPartitioner
-from t5x.runs import infer
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_params
 from tests.checkpoints.formats import huggingface_models
@@ -204,4 +204,4 @@ def test_a_directory_without_a_vocabulary_is_reported(tmp_path):
     with pytest.raises(Exception, match="vocabulary for inputs and targets"):
         load_model(open_checkpoint(tmp_path / "hf"))
     with pytest.raises(UserError, match="--vocabulary"):
-        infer.load(str(tmp_path / "hf"))
+        t5x.load(str(tmp_path / "hf"))

@@ -70,7 +70,8 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"t5x {t5x_package.__version__}\n"
 
 
-@pytest.mark.parametrize("program", [["-m", "t5x.train"], pytest.param(["t5x/train.py"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["-m", "t5x.train"], ["t5x/train.py"]])
 def test_every_way_to_start_it(program, tmp_path):
     command = [sys.executable, *program, DATES, *SMALL, f"--gin.MODEL_DIR={tmp_path}", "--dry_run"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)

@@ -129,6 +129,7 @@ def test_predictions_are_those_of_the_loaded_model(interactive, tmp_path):
     assert several[0][0]["inputs"].tolist() == [byte + 3 for byte in b"1 + 1"]  # no EOS was appended
 
 
+@pytest.mark.slow
 def test_metrics_of_all_three_signatures(interactive):
     def of_scores(targets, scores):
         return {"mean": np.mean(scores)}

@@ -11,6 +11,7 @@ from tests.data import golden
 NAMES = ["t5", "t5_100", "mt5", "umt5_300", "t5_forward", "bytes_0", "bytes_10"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_texts_are_those_of_seqio(shared_data, name):
     expected = golden.reference("vocabularies", name)

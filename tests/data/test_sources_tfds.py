@@ -28,6 +28,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["letters", "plain_letters"])  # array_record, TFRecord
+@pytest.mark.slow
 def test_examples_are_those_of_tfds(results, name):
     expected, found = results["expected"][name], results["found"][name]
     assert {split: len(examples) for split, examples in expected.items()} == {

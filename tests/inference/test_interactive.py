@@ -32,6 +32,7 @@ def random_texts(rng, count):
     return ["".join(rng.choice(list(LETTERS), rng.integers(0, 511))) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_one_to_eight_inputs_of_any_length_need_three_programs(tiny_t5, compiled, caplog):
     caplog.set_level("INFO", "t5x")
     model, rng = t5x.load(str(tiny_t5)), np.random.default_rng(0)

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from tests.inference.models import byte_model, texts
 from tests.support.paths import REPO
 from tests.support.programs import free_port, start_python
@@ -32,6 +34,7 @@ def contents(directory):
     }
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path):
     for step in (1, 2):
         byte_model(tmp_path / "model" / f"checkpoint_{step}", seed=step)

@@ -87,9 +87,10 @@ def test_offsets_choose_the_rows_before_the_position():
     assert error(made, expected(query, gather(key), gather(value), Mask(position=jnp.int32(position)))) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decode", "decodes"),
-    [(decoding.beam_search, 3), pytest.param(decoding.greedy_decode, 1, marks=pytest.mark.slow)],
+    [(decoding.beam_search, 3), (decoding.greedy_decode, 1)],
 )
 def test_row_offsets_do_not_change_what_is_decoded(decode, decodes):
     """40 rows that end at different times, the last in a smaller loop."""

@@ -275,13 +275,14 @@ print(dict(partitioner.mesh.shape))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
 @pytest.mark.parametrize(
     ("case", "target"),
     [
         ("(4, True, (1, 0)), (4, False, (1,))", "triton"),
-        pytest.param("(3, True, (1,)),", "triton", marks=pytest.mark.slow),
-        pytest.param("(4, True, (1, 0)), (4, False, (1,))", "tpu", marks=pytest.mark.slow),
+        ("(3, True, (1,)),", "triton"),
+        ("(4, True, (1, 0)), (4, False, (1,))", "tpu"),
     ],
     ids=["even", "uneven", "tpu"],
 )

@@ -227,6 +227,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
         assert_same(restore_state(source, cfg, there.model, there, jax.random.key(0)).flax_mutables, expected)
 
 
+@pytest.mark.slow
 def test_a_run_may_change_to_fp8(tmp_path):
     with CheckpointStore(tmp_path) as store:
         store.save(0, initial_state(WITHOUT).state_dict(), sidecars=sidecars(layout_of(WITHOUT).model, None))

@@ -60,6 +60,7 @@ def test_scanned_layers_start_from_the_same_values(axis):
     jax.tree.map(np.testing.assert_array_equal, stacked, made)
 
 
+@pytest.mark.slow
 def test_initial_values_have_t5s_distributions():
     params = compiled_variables(Transformer(WIDE))["params"]
     layer = params["encoder"]["layers_0"]

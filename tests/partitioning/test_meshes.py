@@ -4,6 +4,7 @@ import json
 import os
 
 import numpy as np
+import pytest
 
 from tests.support.paths import REPO
 from tests.support.programs import losses, run_python, train
@@ -33,6 +34,7 @@ MESHES = [
 RUN = """
 import json, sys
 import gin
+
 from t5x.cli import main
 for args in json.load(sys.stdin):
     gin.clear_config()
@@ -43,6 +45,7 @@ for args in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one(run_here, tmp_path):
     done = run_here(*train(tmp_path / "one", STEPS, save_period=1000))
     assert done.code == 0, done.err

@@ -162,6 +162,7 @@ def test_mlp_and_norm_by_hand():
     ],
     ids=["t5_1_0_packed", "t5_1_1_smoothed"],
 )
+@pytest.mark.slow
 def test_gradients_agree_with_finite_differences(cfg, packed, loss_kwargs):
     params = t5.random_params(cfg, seed=0)
     batch = pack(make_batch(cfg, 1, [5, 5], [4, 4])) if packed else make_batch(cfg, 1, [5, 3], [4, 6])

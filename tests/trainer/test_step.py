@@ -48,7 +48,8 @@ def test_three_steps_agree_with_an_independent_float64_computation(config):
         np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.slow), "AVERAGE_PER_SEQUENCE"])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [None, "AVERAGE_PER_SEQUENCE"])
 def test_the_number_of_microbatches_changes_nothing(factor):
     config = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.2)
     model = tiny.model(config, optimizers.sgd(), loss_normalizing_factor=factor)

@@ -171,6 +171,7 @@ def test_transformers_reads_an_export_and_a_wrong_one_is_not_kept(tmp_path, dire
     assert sorted(os.listdir(tmp_path)) == ["good"]
 
 
+@pytest.mark.slow
 def test_int8_rounds_to_half_a_step_per_channel_and_keeps_wo(model):
     arrays = Exportable(model, BEAMS, **LENGTHS).arrays
     found = quantize(arrays)

@@ -38,6 +38,7 @@ def test_python_prints_what_the_comments_say():
     assert printed.getvalue().splitlines() == expected and len(expected) > 10
 
 
+@pytest.mark.slow
 def test_the_real_gcloud_parses_every_command(tmp_path: Path):
     found = command_lines("gcloud")
     assert len(found) > 15

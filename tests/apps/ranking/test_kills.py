@@ -3,6 +3,8 @@
 import random
 import signal
 
+import pytest
+
 from t5x.apps.ranking.ranking_options import RerankOptions
 from t5x.apps.ranking.rerank_job import rerank
 from tests.apps.ranking import million
@@ -11,6 +13,7 @@ from tests.support.programs import wait_for
 OPTIONS = ["--batch_size=16", "--checkpoint_period=2"]
 
 
+@pytest.mark.slow
 def test_through_a_kill(tmp_path):
     million.prepare(tmp_path, 600, passages=20)
     process = million.start(tmp_path, tmp_path / "killed.trec", *OPTIONS)

@@ -14,6 +14,7 @@ from t5x._runtime.errors import UserError
 from t5x.apps.ranking.models import RankingModel, listwise_softmax
 from t5x.apps.ranking.templates import MONOT5, Template
 from t5x.checkpoints import model_description
+from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE
 from t5x.data import PassThroughVocabulary
 from t5x.network import Transformer
 from t5x.trainer import accumulate_grads_microbatched
@@ -204,7 +205,7 @@ def test_eight_devices_find_what_one_does():
 
 def test_the_template_travels_in_the_description():
     template = Template(text="{document} answers {query}", max_length=64)
-    described = json.loads(model_description.sidecars(ranker(template=template), None)[model_description.MODEL_FILE])
+    described = json.loads(model_description.sidecars(ranker(template=template), None)[MODEL_FILE])
     assert Template(**described["template"]) == template
     assert "template" not in model_description.describe(tiny.model())
 

@@ -10,6 +10,7 @@ import pytest
 from tests.apps.serving.servers import TOKEN, Server
 
 
+@pytest.mark.slow
 def test_the_tei_client_of_huggingface_hub_embeds(server: Server):
     from huggingface_hub import InferenceClient
 

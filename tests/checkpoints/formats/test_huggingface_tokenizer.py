@@ -62,7 +62,7 @@ def vocabulary_of(path, into):
 def test_a_model_that_transformers_saves_round_trips_and_infers(tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from t5x.runs import infer
+    import t5x
 
     hf = directory(tmp_path / "hf", rows=32128)
     theirs = transformers.AutoTokenizer.from_pretrained(T5)
@@ -88,9 +88,9 @@ def test_a_model_that_transformers_saves_round_trips_and_infers(tmp_path):
 
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
     ids = model.generate(**theirs(TEXTS[0], return_tensors="pt"), num_beams=1, do_sample=False, max_new_tokens=4)
-    result = infer.load(str(tmp_path / "t5x")).generate(TEXTS[0], max_length=4)
+    result = t5x.load(str(tmp_path / "t5x")).generate(TEXTS[0], max_length=4)
     assert result.text == theirs.decode(ids[0], skip_special_tokens=True) != ""
-    assert infer.load(str(hf)).model.input_vocabulary == vocabulary
+    assert t5x.load(str(hf)).model.input_vocabulary == vocabulary
 
 
 @needs_shared
