@@ -77,7 +77,7 @@ class GpuOps(Ops):
             _log_once(name, self._refuses_fused(query, mask))
 
     def refuses(self, backend, query, key, mask, softcap=None):
-        if backend == "xla":
+        if backend not in ("cudnn", "pallas"):
             return None
         if reason := self._refuses_fused(query, mask):
             return reason

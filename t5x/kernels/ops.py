@@ -186,7 +186,7 @@ class Ops:
 
     def refuses(self, backend: str, query: Shaped, key: Shaped, mask: Mask, softcap=None) -> str | None:
         """Return why a backend cannot compute this attention; None if it can."""
-        return None if backend == "xla" else f"the device is {self.hardware.kind}, no NVIDIA GPU"
+        return f"the device is {self.hardware.kind}, no NVIDIA GPU" if backend in ("cudnn", "pallas") else None
 
     def attend(self, backend: str, *inputs: Any) -> jax.Array:
         """Compute attention by one of `BACKENDS`; the other arguments are those of `attend_xla`."""
