@@ -50,7 +50,7 @@ def test_one_to_eight_inputs_of_any_length_need_three_programs(tiny_t5, compiled
 WAYS = {"greedy": {}, "beams": {"beams": 3, "num_return": 3}, "beams of Hugging Face": {"num_beams": 2}}
 
 
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 @pytest.mark.slow
 def test_few_inputs_get_what_many_do(tiny_t5, options):
     """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
