@@ -208,7 +208,9 @@ def _stamp(path: str) -> list[int]:
 
 CHUNK = 1 << 24
 _WORTH_KEEPING = 64 * 2**20  # minimum file size in bytes; indexing smaller files is fast
-_may_stay_open = threading.Semaphore(256)
+_MAX_OPEN_FILES = 256  # about: threads may exceed it by a few
+# Without a lock: the garbage collector may close a file while its thread opens another.
+_open_descriptors: set[int] = set()
 
 
 class LocalFile:
@@ -228,10 +230,11 @@ class LocalFile:
         status = os.fstat(descriptor)
         self.size = status.st_size
         self._stamp = status.st_size, status.st_mtime_ns
-        self._descriptor = descriptor if _may_stay_open.acquire(blocking=False) else None
+        self._descriptor = descriptor if len(_open_descriptors) < _MAX_OPEN_FILES else None
         if self._descriptor is None:
             os.close(descriptor)
         else:
+            _open_descriptors.add(descriptor)
             weakref.finalize(self, _close, descriptor)
 
     def read(self, start: int, end: int) -> bytes:
@@ -305,8 +308,8 @@ class LocalFile:
 
 
 def _close(descriptor: int) -> None:
+    _open_descriptors.discard(descriptor)
     os.close(descriptor)
-    _may_stay_open.release()
 
 
 def _save(path: str, offsets: np.ndarray) -> None:

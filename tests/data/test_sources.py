@@ -3,7 +3,6 @@ import gzip
 import json
 import os
 import sys
-import threading
 
 import pytest
 from fsspec.registry import _registry
@@ -76,7 +75,7 @@ def test_globs_are_sorted_and_located_by_file_and_line(write, tmp_path):
 
 
 def test_very_many_files_do_not_stay_open(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("t5x.files.local_copies._may_stay_open", threading.Semaphore(0))
+    monkeypatch.setattr("t5x.files.local_copies._MAX_OPEN_FILES", 0)
     for i in range(5):
         write(f"{i}.txt", f"{i}\n")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
@@ -205,7 +204,7 @@ def test_blank_lines_are_skipped_wherever_chunks_end(tmp_path_factory, lines, sk
 @pytest.mark.parametrize("change", [b"ONE\ntwo\n", b"one\n", b"one\ntwo\nthree\n"])
 @pytest.mark.parametrize("open_files", [0, 256])
 def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, open_files):
-    monkeypatch.setattr("t5x.files.local_copies._may_stay_open", threading.Semaphore(open_files))
+    monkeypatch.setattr("t5x.files.local_copies._MAX_OPEN_FILES", open_files)
     path = write("x.txt", "one\ntwo\n")
     source = TextLineDataSource({"train": path})
     assert texts(source) == ["one", "two"]

@@ -2,6 +2,7 @@
 
 import bz2
 import errno
+import gc
 import gzip
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -322,3 +324,31 @@ def test_threads_read_the_same(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda i: source.example("train", i % 1000)["text"], range(4000)))
     assert read == LINES * 4
+
+
+def test_a_file_may_be_collected_while_another_is_opened(tmp_path):
+    """Garbage collection runs in any line, also in one that holds a lock."""
+    path = tmp_path / "x.txt"
+    path.write_text("one\n")
+
+    def opened() -> local_copies.LocalFile:
+        return local_copies.LocalFile(local_copies.LocalCopy(str(path), "x", ""))
+
+    def collect_another(frame, event, argument):
+        sys.settrace(None)
+        other = opened()
+        other.itself = other
+        del other
+        gc.collect()
+        sys.settrace(collect_another)
+        return collect_another
+
+    def run():
+        sys.settrace(collect_another)
+        opened()
+        sys.settrace(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
